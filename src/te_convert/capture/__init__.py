@@ -1,0 +1,1 @@
+"""The tracer: one concrete run written as a torch.fx graph."""

@@ -1,0 +1,91 @@
+"""Options of a conversion, checked once at the border."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from te_convert.errors import InputError
+
+BackendChoice = Literal["auto", "te", "reference"]
+Progress = Callable[[str, int, int], None]
+"""Called with (stage, done, total) as a conversion advances."""
+
+BACKENDS = ("auto", "te", "reference")
+APPROXIMATIONS = ("gelu-tanh",)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Multiples that a recipe asks of a GEMM's dimensions for training (forward and backward).
+
+    Source: TE 2.20 ``pytorch/utils.py::assert_dim_for_fp8_exec`` (leading %8, last %16 for every recipe), cuBLASLt's leading
+    dimension %16 for delayed and current scaling in backward, MXFP8's 32-element blocks, NVFP4's kernels.
+    """
+
+    rows: int
+    features: int
+
+
+RECIPES: dict[str, Alignment | None] = {
+    "bf16": None,
+    "fp8": Alignment(32, 32),  # the GPU decides which: the strictest of them
+    "fp8-delayed": Alignment(16, 16),
+    "fp8-current": Alignment(16, 16),
+    "fp8-block": Alignment(16, 16),
+    "mxfp8": Alignment(32, 32),
+    "nvfp4": Alignment(32, 32),
+}
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """What :func:`te_convert.convert` was asked for.
+
+    Raises:
+        InputError: an unknown recipe, backend or approximation, or a pattern that is not a string.
+    """
+
+    recipe: str | None = None
+    backend: str = "auto"
+    fuse: bool = True
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    inplace: bool = False
+    allow: tuple[str, ...] = ()
+    verify: bool = True
+    strict: bool = False
+    progress: Progress | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.recipe is not None and self.recipe not in RECIPES:
+            raise InputError(f"unknown recipe {self.recipe!r}", f"use None or one of {', '.join(RECIPES)}")
+        if self.backend not in BACKENDS:
+            raise InputError(f"unknown backend {self.backend!r}", f"use one of {', '.join(BACKENDS)}")
+        for name in self.allow:
+            if name not in APPROXIMATIONS:
+                raise InputError(f"unknown approximation {name!r} in allow", f"known: {', '.join(APPROXIMATIONS)}")
+
+    @property
+    def alignment(self) -> Alignment | None:
+        """The recipe's alignment, or None in high precision."""
+        return RECIPES[self.recipe] if self.recipe is not None else None
+
+    def report_progress(self, stage: str, done: int, total: int) -> None:
+        """Tell the caller's progress callback, if there is one."""
+        if self.progress is not None:
+            self.progress(stage, done, total)
+
+
+def patterns(value: str | Sequence[str], name: str) -> tuple[str, ...]:
+    """Normalise an include/exclude/allow argument to a tuple of strings.
+
+    Raises:
+        InputError: an element is not a string.
+    """
+    items = (value,) if isinstance(value, str) else tuple(value)
+    for item in items:
+        if not isinstance(item, str):
+            raise InputError(f"{name} takes strings, got {item!r}", "pass FQN glob patterns such as 'encoder.*.fc1'")
+    return items

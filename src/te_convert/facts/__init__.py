@@ -1,0 +1,1 @@
+"""Read-only findings about modules, by numeric probe and by inspection."""

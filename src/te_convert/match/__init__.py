@@ -1,0 +1,1 @@
+"""Candidate sites and re-usable guards."""

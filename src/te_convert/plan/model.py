@@ -1,0 +1,218 @@
+"""The plan: one decision per site, as plain data with a schema version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from te_convert.errors import LoadError
+from te_convert.reasons import Reason
+from te_convert.replacements.specs import Spec, spec_from_dict, spec_to_dict
+from te_convert.weights.ops import WeightMap, weight_map_from_dict, weight_map_to_dict
+
+PLAN_SCHEMA = 1
+
+
+class Outcome(str, Enum):
+    """What happened to a site."""
+
+    CONVERTED = "CONVERTED"
+    FUSED = "FUSED"
+    REFUSED = "REFUSED"
+    NO_MATCH = "NO_MATCH"
+    EXCLUDED = "EXCLUDED"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+CONVERTING = (Outcome.CONVERTED, Outcome.FUSED)
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Shapes and dtype of one recorded call: the first tensor argument and the first tensor result."""
+
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is planned for one site (a module, or a functional use of parameters).
+
+    Attributes:
+        fqn: fully qualified name of the module ("" for the root); for a functional use, that of the parameter.
+        aliases: the other names of the same module object.
+        kind: "Linear", "Conv1D", "LayerNorm", "RMSNorm", or the class name when nothing was recognised.
+        class_name: the module's class.
+        rule: id of the rule that decided, or None.
+        calls: recorded calls over all scenarios.
+        shapes: distinct recorded calls.
+        params: number of parameter elements of the site.
+        flops: floating-point operations of the recorded calls of the first scenario.
+        precision: "recipe" or "high" (the recipe cannot be used here).
+    """
+
+    fqn: str
+    kind: str
+    class_name: str
+    outcome: Outcome
+    aliases: tuple[str, ...] = ()
+    rule: str | None = None
+    spec: Spec | None = None
+    weights: WeightMap | None = None
+    reasons: tuple[Reason, ...] = ()
+    calls: int = 0
+    shapes: tuple[CallShape, ...] = ()
+    params: int = 0
+    flops: int = 0
+    precision: str = "recipe"
+
+    @property
+    def converts(self) -> bool:
+        """True when the rewrite will touch this site."""
+        return self.outcome in CONVERTING
+
+    @property
+    def replacement(self) -> str | None:
+        """TE's name of the replacement, for instance ``"te.Linear"``."""
+        return self.spec.name if self.spec is not None and self.converts else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain JSON values."""
+        return {
+            "fqn": self.fqn,
+            "kind": self.kind,
+            "class_name": self.class_name,
+            "outcome": self.outcome.value,
+            "aliases": list(self.aliases),
+            "rule": self.rule,
+            "spec": None if self.spec is None else spec_to_dict(self.spec),
+            "weights": None if self.weights is None else weight_map_to_dict(self.weights),
+            "reasons": [reason._asdict() for reason in self.reasons],
+            "calls": self.calls,
+            "shapes": [{"input": list(s.input), "output": list(s.output), "dtype": s.dtype} for s in self.shapes],
+            "params": self.params,
+            "flops": self.flops,
+            "precision": self.precision,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Decision:
+        """The inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on damaged data."""
+        spec, weights = data["spec"], data["weights"]
+        return cls(
+            fqn=data["fqn"],
+            kind=data["kind"],
+            class_name=data["class_name"],
+            outcome=Outcome(data["outcome"]),
+            aliases=tuple(data["aliases"]),
+            rule=data["rule"],
+            spec=None if spec is None else spec_from_dict(spec),
+            weights=None if weights is None else weight_map_from_dict(weights),
+            reasons=tuple(Reason(**reason) for reason in data["reasons"]),
+            calls=data["calls"],
+            shapes=tuple(CallShape(tuple(s["input"]), tuple(s["output"]), s["dtype"]) for s in data["shapes"]),
+            params=data["params"],
+            flops=data["flops"],
+            precision=data["precision"],
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every site of a model with its decision.
+
+    Attributes:
+        model_class: class name of the model.
+        decisions: one per site, in module order.
+        scenarios: names of the recorded runs, for instance ("inputs", "inputs[train]"); empty when none ran.
+        recipe: the recipe asked for, or None.
+        params_total: parameter elements of the model, each counted once.
+        flops_total: floating-point operations recorded in the first scenario (see facts/flops.py for what is counted).
+        notes: what could not be observed, one sentence each.
+    """
+
+    model_class: str
+    decisions: tuple[Decision, ...]
+    scenarios: tuple[str, ...] = ()
+    recipe: str | None = None
+    params_total: int = 0
+    flops_total: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sites(self) -> tuple[Decision, ...]:
+        """The decisions under the name that reports use."""
+        return self.decisions
+
+    @property
+    def converting(self) -> tuple[Decision, ...]:
+        """The decisions that the rewrite will carry out."""
+        return tuple(decision for decision in self.decisions if decision.converts)
+
+    def __iter__(self) -> Iterator[Decision]:
+        return iter(self.decisions)
+
+    def get(self, fqn: str) -> Decision:
+        """The decision of a site, by its name or one of its aliases.
+
+        Raises:
+            KeyError: no such site.
+        """
+        for decision in self.decisions:
+            if fqn == decision.fqn or fqn in decision.aliases:
+                return decision
+        raise KeyError(fqn)
+
+    def refuse(self, fqn: str, why: Reason) -> Plan:
+        """A copy in which the site is refused with one more reason; the spec is kept for explanation only."""
+        changed = tuple(
+            replace(d, outcome=Outcome.REFUSED, reasons=(*d.reasons, why)) if d.fqn == fqn else d for d in self.decisions
+        )
+        return replace(self, decisions=changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values with ``"schema"``."""
+        return {
+            "schema": PLAN_SCHEMA,
+            "model_class": self.model_class,
+            "scenarios": list(self.scenarios),
+            "recipe": self.recipe,
+            "params_total": self.params_total,
+            "flops_total": self.flops_total,
+            "notes": list(self.notes),
+            "decisions": [decision.to_dict() for decision in self.decisions],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            LoadError: an unknown schema version, or data that is not a plan.
+        """
+        schema = data.get("schema")
+        if schema != PLAN_SCHEMA:
+            raise LoadError(f"the plan has schema {schema!r}; this version reads {PLAN_SCHEMA}", "use the te_convert that wrote it")
+        try:
+            return cls(
+                model_class=data["model_class"],
+                decisions=tuple(Decision.from_dict(entry) for entry in data["decisions"]),
+                scenarios=tuple(data["scenarios"]),
+                recipe=data["recipe"],
+                params_total=data["params_total"],
+                flops_total=data["flops_total"],
+                notes=tuple(data["notes"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise LoadError(f"the plan is damaged: {type(error).__name__}: {error}", "convert the model again") from None

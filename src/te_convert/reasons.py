@@ -1,0 +1,213 @@
+"""Stable reason codes: why a site was not converted (refusal) or what a conversion does not give (advice).
+
+A code is ``subject.cause`` and never changes its meaning; ``docs/reasons.md`` is generated from this table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+
+class Severity(str, Enum):
+    """A refusal leaves the site as it was; an advice converts it and says what to know."""
+
+    REFUSAL = "refusal"
+    ADVICE = "advice"
+
+
+class ReasonCode(str, Enum):
+    """Every code that a report can contain."""
+
+    USER_EXCLUDED = "user.excluded"
+    USER_NOT_INCLUDED = "user.not-included"
+    MODULE_NEVER_CALLED = "module.never-called"
+    MODULE_NOT_OBSERVED = "module.not-observed"
+    MODULE_SUBCLASS = "module.subclass"
+    MODULE_METHODS = "module.public-methods"
+    MODULE_PARAMETRIZED = "module.parametrized"
+    MODULE_WEIGHT_READ_ELSEWHERE = "module.weight-read-elsewhere"
+    MODULE_CALL_ARGUMENTS = "module.call-arguments"
+    MODULE_EXTRA_STATE = "module.extra-state"
+    MODULE_SCRIPTED = "module.scripted"
+    MODULE_ALREADY_TE = "module.already-te"
+    MODULE_NOT_COPYABLE = "model.not-copyable"
+    PARAMETER_UNINITIALIZED = "parameter.uninitialized"
+    PARAMETER_SUBCLASS = "parameter.tensor-subclass"
+    PARAMETER_EMPTY = "parameter.empty"
+    PARAMETER_TIED_LAYOUT = "parameter.tied-layout"
+    DTYPE_FLOAT64 = "dtype.float64"
+    DTYPE_UNSUPPORTED = "dtype.unsupported"
+    DTYPE_MIXED = "dtype.mixed"
+    NORM_NO_AFFINE = "norm.no-affine"
+    NORM_MULTI_DIM = "norm.multi-dim"
+    NORM_NOT_RECOGNISED = "norm.not-recognised"
+    NORM_OUTPUT_DTYPE = "norm.output-dtype"
+    PARITY_FAILED = "parity.failed"
+    INTERNAL_ERROR = "internal.error"
+    ALIGNMENT_FEATURES = "alignment.features"
+    ALIGNMENT_ROWS = "alignment.rows"
+    CAPTURE_NO_GRAPH = "capture.no-graph"
+    PARAMETER_NEW_OBJECT = "parameter.new-object"
+    NORM_ROUNDING = "norm.rounding"
+    MODULE_SHARED_READ = "module.weight-also-read"
+
+
+@dataclass(frozen=True)
+class ReasonInfo:
+    """What a code means: its severity, one sentence, and the default hint."""
+
+    severity: Severity
+    meaning: str
+    hint: str
+
+
+_R, _A = Severity.REFUSAL, Severity.ADVICE
+
+REASONS: dict[ReasonCode, ReasonInfo] = {
+    ReasonCode.USER_EXCLUDED: ReasonInfo(_R, "The caller excluded this site.", "remove the pattern from exclude= to convert it"),
+    ReasonCode.USER_NOT_INCLUDED: ReasonInfo(
+        _R, "include= was given and no pattern matches this site.", "add a pattern that matches it to include="
+    ),
+    ReasonCode.MODULE_NEVER_CALLED: ReasonInfo(
+        _R,
+        "No recorded run called this module, so nothing shows that it would ever run.",
+        "pass example_inputs that reach it (a list records several scenarios)",
+    ),
+    ReasonCode.MODULE_NOT_OBSERVED: ReasonInfo(
+        _R,
+        "No run was recorded and the module's meaning needs one.",
+        "pass example_inputs",
+    ),
+    ReasonCode.MODULE_SUBCLASS: ReasonInfo(
+        _R,
+        "The class overrides forward and a numeric probe shows that it computes something else.",
+        "nothing to do: it is not the operation that TE replaces",
+    ),
+    ReasonCode.MODULE_METHODS: ReasonInfo(
+        _R,
+        "The class has public methods or properties that the TE module lacks and other code may call.",
+        "drop the methods, or exclude the site",
+    ),
+    ReasonCode.MODULE_PARAMETRIZED: ReasonInfo(
+        _R,
+        "The weight is computed from other tensors before each call (weight_norm, spectral_norm, a parametrization).",
+        "remove the parametrization first (torch.nn.utils.parametrize.remove_parametrizations)",
+    ),
+    ReasonCode.MODULE_WEIGHT_READ_ELSEWHERE: ReasonInfo(
+        _R,
+        "The weight is used past the module's forward, so a replaced forward would never run.",
+        "call the module instead of reading its weight",
+    ),
+    ReasonCode.MODULE_CALL_ARGUMENTS: ReasonInfo(
+        _R, "The module is called with arguments that the TE module does not take.", "call it with the input tensor alone"
+    ),
+    ReasonCode.MODULE_EXTRA_STATE: ReasonInfo(
+        _R, "The module holds parameters, buffers or children beyond those of the operation.", "move them out of the module"
+    ),
+    ReasonCode.MODULE_SCRIPTED: ReasonInfo(
+        _R, "The module is compiled TorchScript and cannot be edited.", "convert the Python model before scripting it"
+    ),
+    ReasonCode.MODULE_ALREADY_TE: ReasonInfo(_R, "The module is already a Transformer Engine module.", "nothing to do"),
+    ReasonCode.MODULE_NOT_COPYABLE: ReasonInfo(
+        _R, "copy.deepcopy of the model failed, so it was left unchanged.", "pass inplace=True"
+    ),
+    ReasonCode.PARAMETER_UNINITIALIZED: ReasonInfo(
+        _R, "A lazy parameter has no shape yet.", "run the model once before converting it"
+    ),
+    ReasonCode.PARAMETER_SUBCLASS: ReasonInfo(
+        _R,
+        "A parameter is a quantised, sharded or otherwise special tensor.",
+        "convert the plain model before quantising or sharding it",
+    ),
+    ReasonCode.PARAMETER_EMPTY: ReasonInfo(_R, "A parameter has no elements.", "nothing to do"),
+    ReasonCode.PARAMETER_TIED_LAYOUT: ReasonInfo(
+        _R,
+        "The weight is shared with another module and TE needs it in another layout; converting would untie it.",
+        "untie the weight first if that is what you want",
+    ),
+    ReasonCode.DTYPE_FLOAT64: ReasonInfo(_R, "TE has no float64 kernels.", "convert a float32, bfloat16 or float16 model"),
+    ReasonCode.DTYPE_UNSUPPORTED: ReasonInfo(
+        _R, "TE computes in float32, bfloat16 and float16 only.", "convert a float32, bfloat16 or float16 model"
+    ),
+    ReasonCode.DTYPE_MIXED: ReasonInfo(
+        _R,
+        "The module's parameters and its input have different dtypes; TE takes one dtype (or torch.autocast).",
+        "bring parameters and inputs to one dtype",
+    ),
+    ReasonCode.NORM_NO_AFFINE: ReasonInfo(
+        _R,
+        "The norm has no weight; TE's norms always have one.",
+        "nothing to do, or give the norm elementwise_affine=True",
+    ),
+    ReasonCode.NORM_MULTI_DIM: ReasonInfo(
+        _R, "The norm averages over several dimensions; TE's fused paths take the last one.", "flatten the dimensions first"
+    ),
+    ReasonCode.NORM_NOT_RECOGNISED: ReasonInfo(
+        _R, "Shaped like a norm, but the numeric probe shows another function.", "nothing to do: TE has no equivalent"
+    ),
+    ReasonCode.NORM_OUTPUT_DTYPE: ReasonInfo(
+        _R, "The norm returns another dtype than its input; TE's returns the weight's dtype.", "cast after the norm"
+    ),
+    ReasonCode.PARITY_FAILED: ReasonInfo(
+        _R, "The converted site did not compute the same numbers and was put back.", "please report it with the figures"
+    ),
+    ReasonCode.INTERNAL_ERROR: ReasonInfo(
+        _R, "te_convert failed on this site and left it as it was.", "please report it with the detail"
+    ),
+    ReasonCode.ALIGNMENT_FEATURES: ReasonInfo(
+        _A,
+        "The recipe needs aligned feature dimensions; this site stays in high precision.",
+        "pad the dimension to the multiple named",
+    ),
+    ReasonCode.ALIGNMENT_ROWS: ReasonInfo(
+        _A,
+        "The recipe needs an aligned number of rows (tokens) and a recorded call had another.",
+        "pad the batch or the sequence to the multiple named",
+    ),
+    ReasonCode.CAPTURE_NO_GRAPH: ReasonInfo(
+        _A,
+        "No run of the model was recorded; the site was converted for what its module is, not for how it is used.",
+        "pass example_inputs that run",
+    ),
+    ReasonCode.PARAMETER_NEW_OBJECT: ReasonInfo(
+        _A,
+        "TE needs the weight in another layout, so the converted module owns a new Parameter.",
+        "create the optimizer after converting",
+    ),
+    ReasonCode.NORM_ROUNDING: ReasonInfo(
+        _A,
+        "TE computes the norm in float32 and rounds once; the original rounds earlier, so low-precision outputs differ by one rounding.",
+        "nothing to do; parity is judged against the float32 original",
+    ),
+    ReasonCode.MODULE_SHARED_READ: ReasonInfo(
+        _A,
+        "The weight is also read outside this module; that use stays on plain PyTorch.",
+        "nothing to do",
+    ),
+}
+
+
+class Reason(NamedTuple):
+    """One reason of one site; unpacks as ``(code, detail, hint)``.
+
+    Attributes:
+        code: stable slug, one of :class:`ReasonCode`.
+        detail: what was seen at this site, with figures.
+        hint: what the user can do.
+    """
+
+    code: str
+    detail: str
+    hint: str
+
+    @property
+    def is_advice(self) -> bool:
+        """True when the reason did not stop the conversion."""
+        return REASONS[ReasonCode(self.code)].severity is Severity.ADVICE
+
+
+def reason(code: ReasonCode, detail: str, hint: str | None = None) -> Reason:
+    """Build a :class:`Reason`, taking the code's default hint when none is given."""
+    return Reason(code.value, detail, REASONS[code].hint if hint is None else hint)

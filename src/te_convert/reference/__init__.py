@@ -1,0 +1,1 @@
+"""Pure-PyTorch twins of Transformer Engine modules."""

@@ -1,0 +1,1 @@
+"""Frozen specs, one per TE module, and their construction on a backend."""

@@ -1,0 +1,1 @@
+"""Reports: data model and renderers (text, JSON, Markdown, HTML)."""

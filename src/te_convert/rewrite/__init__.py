@@ -1,0 +1,1 @@
+"""The only code that mutates a model: a transaction with an undo log."""

@@ -1,0 +1,1 @@
+"""One rule per file: guards, spec and weight map; stateless, returns values."""

@@ -1,0 +1,1 @@
+"""What this machine has: torch, CUDA, Transformer Engine; which backend to use."""

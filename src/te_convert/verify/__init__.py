@@ -1,0 +1,1 @@
+"""Parity: does the converted model compute the same numbers?"""

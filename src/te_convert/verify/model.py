@@ -1,0 +1,152 @@
+"""What a parity check found, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far a converted result is from the original's.
+
+    Attributes:
+        sqnr_db: 10·log10(Σ original² / Σ (original − converted)²); infinite when bit-equal.
+        max_rel: max |original − converted| / max |original|.
+        bit_equal: every element equal, bit for bit.
+        numel: number of elements compared.
+    """
+
+    sqnr_db: float
+    max_rel: float
+    bit_equal: bool
+    numel: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; an infinite SQNR becomes the string "inf"."""
+        sqnr: float | str = self.sqnr_db if self.sqnr_db != float("inf") else "inf"
+        return {"sqnr_db": sqnr, "max_rel": self.max_rel, "bit_equal": self.bit_equal, "numel": self.numel}
+
+
+@dataclass(frozen=True)
+class ScenarioParity:
+    """One run of the whole model compared with the original's.
+
+    Attributes:
+        name: scenario, for instance "inputs" or "inputs[batch doubled]".
+        dtype: the dtype in which both ran ("float32", "bfloat16", "float64" when rounding was told from error).
+        perturbed: True when every 1-D parameter was moved away from its value on both sides.
+        figures: worst output; against the original in the same precision.
+        error_ratio: low precision only: rms error of the converted model against the float32 original divided by the
+            original's own; None otherwise.
+        bound: the bound that was applied, in words and numbers.
+        passed: whether it held.
+    """
+
+    name: str
+    dtype: str
+    perturbed: bool
+    figures: Figures
+    error_ratio: float | None
+    bound: str
+    passed: bool
+    output: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "perturbed": self.perturbed,
+            **self.figures.to_dict(),
+            "error_ratio": self.error_ratio,
+            "bound": self.bound,
+            "passed": self.passed,
+            "output": self.output,
+        }
+
+
+@dataclass(frozen=True)
+class SiteParity:
+    """One converted site compared with its original module on the same input (worst of its calls)."""
+
+    fqn: str
+    dtype: str
+    figures: Figures
+    calls: int
+    bound: str
+    passed: bool
+    error_ratio: float | None = None
+    random_input: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "fqn": self.fqn,
+            "dtype": self.dtype,
+            **self.figures.to_dict(),
+            "error_ratio": self.error_ratio,
+            "calls": self.calls,
+            "bound": self.bound,
+            "passed": self.passed,
+            "random_input": self.random_input,
+        }
+
+
+@dataclass(frozen=True)
+class RevertedSite:
+    """A site that was put back because parity failed, with the figures that condemned it."""
+
+    fqn: str
+    why: str
+    figures: Figures | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {"fqn": self.fqn, "why": self.why, "figures": None if self.figures is None else self.figures.to_dict()}
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The verdict of a verification.
+
+    Attributes:
+        status: "passed", "failed", "not-verified" (nothing could be run) or "sites-only" (each site alone, not the model).
+        backend: what the converted side ran on: "reference" (twins on this machine) or "te".
+        device: device type of the run.
+        scenarios: whole-model comparisons.
+        sites: per-site comparisons.
+        reverted: sites put back during verification.
+        executed: per converted site, how often its replacement ran during verification.
+        notes: what limits the verdict, one sentence each (not reproducible, output ignores its input, ...).
+    """
+
+    status: str
+    backend: str
+    device: str = "cpu"
+    scenarios: tuple[ScenarioParity, ...] = ()
+    sites: tuple[SiteParity, ...] = ()
+    reverted: tuple[RevertedSite, ...] = ()
+    executed: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """True when everything that was compared held its bound and the whole model was compared."""
+        return self.status == "passed"
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "status": self.status,
+            "backend": self.backend,
+            "device": self.device,
+            "scenarios": [scenario.to_dict() for scenario in self.scenarios],
+            "sites": [site.to_dict() for site in self.sites],
+            "reverted": [site.to_dict() for site in self.reverted],
+            "executed": dict(self.executed),
+            "notes": list(self.notes),
+        }

@@ -1,0 +1,1 @@
+"""Exact invertible weight programs."""

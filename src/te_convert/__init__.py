@@ -1,0 +1,96 @@
+"""Convert PyTorch models to NVIDIA Transformer Engine, and prove that they compute the same numbers.
+
+``import te_convert`` imports nothing heavy; the functions below load :mod:`te_convert.api` (and torch) on first use.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from te_convert.api import Result as Result
+    from te_convert.api import (
+        analyze,
+        autocast,
+        convert,
+        doctor,
+        load,
+        load_original_state_dict,
+        open_model,
+        original_state_dict,
+        revert,
+        save,
+        te_state_dict,
+        verify,
+    )
+    from te_convert.plan.model import Plan as Plan
+    from te_convert.report.model import Report as Report
+    from te_convert.verify.model import Parity as Parity
+
+__all__ = [
+    "Parity",
+    "Plan",
+    "Report",
+    "Result",
+    "__version__",
+    "analyze",
+    "autocast",
+    "convert",
+    "doctor",
+    "load",
+    "load_original_state_dict",
+    "open_model",
+    "original_state_dict",
+    "revert",
+    "save",
+    "te_state_dict",
+    "verify",
+]
+
+try:
+    __version__ = metadata.version("te_convert")
+except metadata.PackageNotFoundError:  # run from a source tree that was not installed
+    __version__ = "0.0.0+unknown"
+
+_TYPES = {"Plan": "te_convert.plan.model", "Report": "te_convert.report.model", "Parity": "te_convert.verify.model"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "verify":  # importing the subpackage binds it here, see _Package
+        return import_module("te_convert.verify")
+    value = getattr(import_module(_TYPES.get(name, "te_convert.api")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+class _VerifyPackage(ModuleType):
+    """The subpackage ``te_convert.verify``, callable as the public function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Parity:
+        """Compare a converted model with its original; see :func:`te_convert.api.verify`."""
+        return import_module("te_convert.api").verify(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+class _Package(ModuleType):
+    """Makes ``te_convert.verify`` both the function and the subpackage, whichever is used first.
+
+    The import system binds a subpackage as an attribute of its parent, which would hide a function of that name.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "verify" and isinstance(value, ModuleType):
+            value.__class__ = _VerifyPackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

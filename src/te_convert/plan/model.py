@@ -14,6 +14,8 @@ from te_convert.replacements.specs import Spec, spec_from_dict, spec_to_dict
 from te_convert.weights.ops import WeightMap, weight_map_from_dict, weight_map_to_dict
 
 PLAN_SCHEMA = 1
+SITE_ATTRIBUTE = "_te_convert"
+"""Where a converted module keeps its record (in ``__dict__``, so it is neither a submodule nor in the state dict)."""
 
 
 class Outcome(str, Enum):

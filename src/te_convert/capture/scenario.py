@@ -1,0 +1,78 @@
+"""Example inputs as scenarios: how the model is called, under which name, in which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from te_convert.capture.preserve import copy_inputs
+from te_convert.errors import InputError
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way of calling the model.
+
+    Attributes:
+        name: for reports, for instance "inputs" or "inputs[train]".
+        args: positional arguments.
+        kwargs: keyword arguments.
+        training: None leaves the model's mode as it is.
+        derived: where the inputs came from when the caller gave none.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    training: bool | None = None
+    derived: str = ""
+
+    def call(self, model: nn.Module) -> Any:
+        """Run the model on a fresh copy of the inputs (a model may write into them)."""
+        args, kwargs = copy_inputs((self.args, self.kwargs))
+        return model(*args, **kwargs)
+
+
+def normalize_inputs(example_inputs: Any) -> tuple[Scenario, ...]:
+    """Accept a tensor, tuple of args, dict of kwargs, ``(args, kwargs)``, or a list of those; None gives no scenario.
+
+    ``(args, kwargs)`` is recognised by a tuple followed by a dict with string keys.
+
+    Raises:
+        InputError: anything else.
+    """
+    if example_inputs is None:
+        return ()
+    entries = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not entries:
+        raise InputError("example_inputs is an empty list", "pass one scenario, or None")
+    named = len(entries) > 1
+    return tuple(_scenario(entry, f"inputs[{index}]" if named else "inputs") for index, entry in enumerate(entries))
+
+
+def _scenario(entry: Any, name: str) -> Scenario:
+    import torch
+
+    if isinstance(entry, torch.Tensor):
+        return Scenario(name, (entry,), {})
+    if isinstance(entry, Mapping):
+        _check_keywords(entry)
+        return Scenario(name, (), dict(entry))
+    if isinstance(entry, tuple):
+        if len(entry) == 2 and isinstance(entry[0], tuple) and isinstance(entry[1], Mapping):
+            _check_keywords(entry[1])
+            return Scenario(name, entry[0], dict(entry[1]))
+        return Scenario(name, entry, {})
+    raise InputError(
+        f"example_inputs has a {type(entry).__name__}",
+        "pass a tuple of args, a dict of kwargs, (args, kwargs), or a list of those",
+    )
+
+
+def _check_keywords(entry: Mapping[Any, Any]) -> None:
+    bad = [key for key in entry if not isinstance(key, str)]
+    if bad:
+        raise InputError(f"example_inputs has a keyword that is not a string: {bad[0]!r}", "use the forward's argument names")

@@ -1,0 +1,104 @@
+"""``te-convert MODEL --out DIR``: convert, verify, write a directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from te_convert.cli.analyze import print_plan
+from te_convert.cli.options import ModelOptions, json_option, model_options, quiet_option
+from te_convert.cli.output import print_answer, print_json, say, text_style, working
+from te_convert.config import BACKENDS
+
+if TYPE_CHECKING:
+    from te_convert.api import Result
+
+EXIT_CONVERTED, EXIT_UNCHANGED, EXIT_PARITY = 0, 1, 3
+
+
+@click.command(
+    epilog="""\b
+Exit codes:
+  0   converted and verified (with --no-verify: converted)
+  1   written unchanged: nothing was converted, or everything was put back
+  2   usage or bad input
+  3   parity failed, or could not be judged; with --strict nothing is written
+  4   the environment lacks what was demanded
+"""
+)
+@model_options
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Directory to write; needed unless --dry-run.")
+@click.option("--force", is_flag=True, help="Replace DIR when it exists.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True, help="What the result runs on.")
+@click.option("--dry-run", is_flag=True, help="Print the plan and change nothing, like analyze.")
+@click.option("--no-verify", is_flag=True, help="Do not compare the result with the original.")
+@click.option("--strict", is_flag=True, help="Fail when a site is put back or the result is not verified.")
+@json_option
+@quiet_option
+def convert(
+    out: Path | None,
+    force: bool,
+    backend: str,
+    dry_run: bool,
+    no_verify: bool,
+    strict: bool,
+    as_json: bool,
+    quiet: bool,
+    **options: object,
+) -> int:
+    """Convert MODEL to Transformer Engine, verify it and write DIR.
+
+    MODEL is file.py, file.py:name, pkg.mod:name, or a Transformers directory (config.json and safetensors). A file offers
+    model or build_model() and, if it likes, example_inputs().
+    """
+    chosen = ModelOptions(**options)  # type: ignore[arg-type]
+    if dry_run:
+        return print_plan(chosen, as_json, quiet)
+    if out is None:
+        raise click.UsageError("Missing option '--out'.")
+    from te_convert import api
+
+    with working(quiet) as progress:
+        api.check_out(out, force)
+        opened, example_inputs = chosen.open()
+        result = api.convert(
+            opened.model,
+            example_inputs,
+            backend=backend,
+            inplace=True,
+            verify=not no_verify,
+            strict=strict,
+            progress=progress,
+            fuse=True,
+            **chosen.choices,
+        )
+        written = api.save(result, out, source=opened.source, force=force)
+    _print_report(result, as_json, quiet)
+    _say_where(written, result.converted, quiet)
+    return exit_code(result, verified=not no_verify)
+
+
+def exit_code(result: Result, verified: bool) -> int:
+    """The exit code of a conversion that raised nothing; ``verified`` says whether verification was asked for."""
+    if not result.converted:
+        return EXIT_UNCHANGED
+    unproven = ("failed", "not-verified") if verified else ("failed",)
+    return EXIT_PARITY if result.report.parity.status in unproven else EXIT_CONVERTED
+
+
+def _print_report(result: Result, as_json: bool, quiet: bool) -> None:
+    from te_convert.report.text import render_headline, render_text
+
+    if as_json:
+        print_json(result.report.to_dict())
+    elif quiet:
+        print_answer(render_headline(result.report))
+    else:
+        print_answer(render_text(result.report, **text_style()))
+
+
+def _say_where(written: Path, converted: bool, quiet: bool) -> None:
+    say(f"wrote {written}" + ("" if converted else " (the model is unchanged)"), quiet)
+    say(f"load it with te_convert.load({str(written)!r})", quiet)

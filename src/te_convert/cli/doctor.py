@@ -1,0 +1,62 @@
+"""``te-convert doctor``: would Transformer Engine run here, and if not, why and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from te_convert.cli.options import json_option
+from te_convert.cli.output import print_answer, print_json, text_style, working
+
+if TYPE_CHECKING:
+    from te_convert.runtime.doctor import Check
+
+EXIT_RUNS, EXIT_LACKS = 0, 4
+_MARKS = {True: ("ok", "green"), False: ("no", "bold red"), None: ("·", "")}
+
+
+@click.command(
+    epilog="""\b
+Exit codes:
+  0   Transformer Engine would run here
+  4   it would not; conversion and verification still work on the reference twins
+"""
+)
+@json_option
+def doctor(as_json: bool) -> int:
+    """Say whether Transformer Engine would run on this machine, and if not, what to do."""
+    with working():
+        from te_convert import api
+        from te_convert.runtime.doctor import te_would_run
+
+        checks = api.doctor()
+        runs = te_would_run(checks)
+    if as_json:
+        print_json({"te_would_run": runs, "checks": [check.to_dict() for check in checks]})
+    else:
+        print_answer(render_checks(checks, runs, **text_style()))
+    return EXIT_RUNS if runs else EXIT_LACKS
+
+
+def render_checks(checks: Sequence[Check], runs: bool, width: int, color: bool) -> str:
+    """The verdict, then one block per check: fact, consequence, fix."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from te_convert.report.format import clean
+    from te_convert.report.text import render_block
+
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(2):
+        grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for check in checks:
+        word, style = _MARKS[check.ok]
+        lines = [check.fact, check.consequence, f"fix: {check.fix}" if check.fix else ""]
+        grid.add_row(Text(word, style), Text(clean(check.name)), Text("\n".join(map(clean, filter(None, lines)))))
+    verdict = "Transformer Engine would run here"
+    if not runs:
+        verdict = "Transformer Engine would not run here; conversion and verification work on the reference twins"
+    return render_block((Text(verdict, "bold green" if runs else "bold yellow"), "", grid), width, color)

@@ -1,0 +1,89 @@
+"""Options that several commands share, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from te_convert.config import APPROXIMATIONS, RECIPES
+
+if TYPE_CHECKING:
+    from te_convert.api import OpenedModel
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PATH = click.Path(path_type=Path)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options that say what to read and which sites to look at."""
+
+    model: str
+    inputs: tuple[str, ...]
+    weights: Path | None
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    allow: tuple[str, ...]
+    recipe: str | None
+
+    def open(self) -> tuple[OpenedModel, Any]:
+        """Open the model and choose its example inputs: the ones given here, else its own (None when it has none)."""
+        from te_convert import api
+
+        example_inputs = api.parse_inputs(self.inputs) if self.inputs else None
+        opened = api.open_model(self.model, self.weights)
+        return opened, opened.example_inputs if example_inputs is None else example_inputs
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The keyword arguments that ``api.convert`` and ``api.analyze`` share."""
+        return {"recipe": self.recipe, "include": self.include, "exclude": self.exclude, "allow": self.allow}
+
+
+_MODEL_OPTIONS = (
+    click.argument("model"),
+    click.option(
+        "--inputs",
+        multiple=True,
+        metavar="TEXT",
+        help="Example input NAME:DTYPE[SHAPE]:LOW..HIGH, e.g. 'input_ids:int64[2,128]:0..30522'. Repeatable. "
+        "Default: the file's example_inputs(), else inputs derived from the model.",
+    ),
+    click.option("--weights", type=_PATH, metavar="PATH", help="Weights to load into the model first (.safetensors)."),
+    click.option("--include", multiple=True, metavar="GLOB", help="Convert only sites whose name matches. Repeatable."),
+    click.option("--exclude", multiple=True, metavar="GLOB", help="Leave sites whose name matches. Repeatable."),
+    click.option(
+        "--allow",
+        multiple=True,
+        metavar="NAME",
+        type=click.Choice(APPROXIMATIONS),
+        help=f"Accept a named approximation ({', '.join(APPROXIMATIONS)}). Repeatable.",
+    ),
+    click.option(
+        "--recipe",
+        type=click.Choice(list(RECIPES)),
+        metavar="NAME",
+        help=f"Precision recipe: {', '.join(RECIPES)}. Default: high precision.",
+    ),
+)
+
+
+def model_options(command: F) -> F:
+    """Add MODEL and the options of :class:`ModelOptions`."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+def json_option(command: F) -> F:
+    """Add ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
+
+
+def quiet_option(command: F) -> F:
+    """Add ``-q/--quiet``."""
+    return click.option("-q", "--quiet", is_flag=True, help="Print the verdict only; no progress.")(command)

@@ -1,0 +1,129 @@
+"""Writing safetensors files tensor by tensor, with digest and fsync in the same pass.
+
+The layout is that of the safetensors format: eight bytes with the header's length, a JSON header, the tensors' bytes.  It is
+written here because a file's digest is needed anyway, and so that no tensor is copied unless its memory is not contiguous.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from te_convert.emit.manifest import FileRecord
+from te_convert.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+_COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
+_OPTIONAL = {
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+}
+_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    **{getattr(torch, name): code for code, name in _OPTIONAL.items() if hasattr(torch, name)},
+}
+
+
+def write_bytes(path: Path, data: bytes) -> FileRecord:
+    """Write a small file and flush it to the disk."""
+    return _write(path, [data])
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """Write tensors as a safetensors file; complex ones as pairs of reals, named in the file's metadata.
+
+    Raises:
+        InputError: a dtype that safetensors does not have.
+    """
+    marks = {name: _COMPLEX[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in _COMPLEX}
+    views = {name: torch.view_as_real(tensor.resolve_conj()) if name in marks else tensor for name, tensor in tensors.items()}
+    # Widest elements first, so that each tensor starts at a multiple of its element size.
+    order = sorted(views, key=lambda name: (-views[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"complex": json.dumps(marks)} if marks else {})}}
+    offset = 0
+    for name in order:
+        view, end = views[name], offset + tensor_bytes(views[name])
+        if view.dtype not in _NAMES:
+            raise InputError(f"{name} has dtype {view.dtype}, which safetensors cannot hold", "convert it to another dtype")
+        header[name] = {"dtype": _NAMES[view.dtype], "shape": list(view.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return _write(path, _chunks(struct.pack("<Q", len(text)) + text, (views[name] for name in order)))
+
+
+def read_tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file one by one, on the CPU."""
+    with safe_open(path, framework="pt", device="cpu") as file:
+        marks = json.loads((file.metadata() or {}).get("complex", "{}"))
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            yield name, torch.view_as_complex(tensor) if name in marks else tensor
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Size of a tensor's elements in bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def plan_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
+    """Names per file, in order: a file is closed when the next tensor would make it larger than ``shard_bytes``."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor_bytes(tensor) > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += tensor_bytes(tensor)
+    return shards
+
+
+def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterable[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
+        plain = tensor.detach().cpu().resolve_neg().contiguous()
+        if plain.numel():
+            yield memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+
+
+def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(digest.hexdigest(), size)
+
+
+def file_record(path: Path) -> FileRecord:
+    """Digest and size of a file on disk."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(digest.hexdigest(), size)

@@ -1,0 +1,111 @@
+"""From a capture to a plan: ask every rule about every module and keep all reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from te_convert.capture.graph import Capture
+from te_convert.capture.run import describe_error
+from te_convert.config import ConvertConfig
+from te_convert.facts.flops import recording_flops
+from te_convert.match.candidate import Candidate, find_candidates
+from te_convert.plan.model import SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
+from te_convert.plan.pins import excluded
+from te_convert.reasons import ReasonCode, reason
+from te_convert.rules.base import AnyRule, Proposal
+from te_convert.rules.registry import load_rules
+
+_MAX_SHAPES = 8
+
+
+def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: Sequence[str] = ()) -> Plan:
+    """Decide every site of the model.  A rule that fails on a site refuses that site and no other."""
+    rules = load_rules()
+    flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
+    candidates = find_candidates(model, capture, config.alignment)
+    decisions = []
+    for index, site in enumerate(candidates):
+        decision = _decide(site, rules, config, flops.get(site.fqn, 0))
+        if decision is not None:
+            decisions.append(decision)
+        config.report_progress("plan", index + 1, len(candidates))
+    failures = tuple(f"scenario {name} did not run: {error}" for name, error in capture.failures)
+    return Plan(
+        model_class=type(model).__name__,
+        decisions=tuple(decisions),
+        scenarios=tuple(recording.scenario.name for recording in capture.recordings),
+        recipe=config.recipe,
+        params_total=sum(parameter.numel() for parameter in model.parameters() if not _is_lazy(parameter)),
+        flops_total=flops_total,
+        notes=(*notes, *failures),
+    )
+
+
+def _is_lazy(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+
+
+def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, flops: int) -> Decision | None:
+    """The decision for one module, or None for a module that owns nothing a rule could look at."""
+    record = site.module.__dict__.get(SITE_ATTRIBUTE)
+    if record is not None:
+        return _already_converted(record.decision, site, flops)
+    te_module = type(site.module).__module__.startswith("transformer_engine")
+    proposal = None if te_module else _propose(site, rules)
+    if proposal is None and not site.parameters:
+        return None
+    outcome, extra = Outcome.NO_MATCH, ()
+    if te_module:
+        extra = (reason(ReasonCode.MODULE_ALREADY_TE, type(site.module).__qualname__),)
+    unwanted = excluded(site, config.include, config.exclude)
+    if proposal is not None and unwanted is not None:
+        outcome, extra = Outcome.EXCLUDED, (unwanted,)
+    elif proposal is not None:
+        outcome = Outcome.REFUSED if proposal.refused else Outcome.CONVERTED
+    return Decision(
+        fqn=site.fqn,
+        kind=proposal.kind if proposal is not None else type(site.module).__name__,
+        class_name=type(site.module).__name__,
+        outcome=outcome,
+        aliases=site.aliases,
+        rule=None if proposal is None else proposal.rule,
+        spec=None if proposal is None else proposal.spec,
+        weights=None if proposal is None else proposal.weights,
+        reasons=(*extra, *(proposal.reasons if proposal is not None else ())),
+        calls=len(site.calls),
+        shapes=_shapes(site),
+        params=sum(p.numel() for p in site.parameters.values() if not _is_lazy(p)),
+        flops=flops,
+        precision="recipe" if proposal is None else proposal.precision,
+    )
+
+
+def _already_converted(decision: Decision, site: Candidate, flops: int) -> Decision:
+    """A site of an earlier conversion keeps its decision; the rewrite passes over it, verification compares it again."""
+    return replace(
+        decision, fqn=site.fqn, aliases=site.aliases, calls=len(site.calls), shapes=_shapes(site), flops=flops
+    )
+
+
+def _propose(site: Candidate, rules: Sequence[AnyRule]) -> Proposal | None:
+    """The first rule that knows the module; one that breaks says so and refuses."""
+    for rule in rules:
+        try:
+            proposal = rule.propose(site)
+        except Exception as error:
+            detail = f"rule {rule.id}: {describe_error(error)}"
+            return Proposal(rule.id, type(site.module).__name__, None, None, (reason(ReasonCode.INTERNAL_ERROR, detail),))
+        if proposal is not None:
+            return proposal
+    return None
+
+
+def _shapes(site: Candidate) -> tuple[CallShape, ...]:
+    seen: dict[CallShape, None] = {}
+    for call in site.calls:
+        if call.input_shape is not None and call.output_shape is not None:
+            seen[CallShape(call.input_shape, call.output_shape, str(call.dtype).removeprefix("torch."))] = None
+    return tuple(seen)[:_MAX_SHAPES]

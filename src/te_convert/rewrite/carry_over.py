@@ -1,0 +1,64 @@
+"""What a converted module takes over from the module it replaces, and gives back on undo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+    "_non_persistent_buffers_set",
+)
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+def carry_hooks(source: nn.Module, dest: nn.Module) -> None:
+    """Share the hook dictionaries, so that handles given out before the conversion still remove their hook."""
+    for name in _HOOKS:
+        if name in source.__dict__:
+            dest.__dict__[name] = source.__dict__[name]
+
+
+def carry_attributes(source: nn.Module, dest: nn.Module) -> None:
+    """Plain attributes that other code may read (``variance_epsilon``, ``in_features``, a user's own) and TE's module lacks."""
+    for name, value in source.__dict__.items():
+        if name not in dest.__dict__ and name not in _OWN and not hasattr(type(dest), name):
+            dest.__dict__[name] = value
+
+
+Switch = tuple[nn.Module, str, Any]
+"""(module, attribute, original value) of something changed so that a converted child runs at all."""
+
+
+def disable_fast_path(parents: list[nn.Module], known: dict[int, Any]) -> list[Switch]:
+    """Make torch's encoder layers call their children instead of a fused kernel that reads the weights past them.
+
+    ``activation_relu_or_gelu`` is the layer's own switch for that path.
+
+    Args:
+        parents: modules that hold the converted one.
+        known: id(parent) → original value, shared by all sites of one rewrite.
+    """
+    switches: list[Switch] = []
+    for parent in parents:
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            value = known.setdefault(id(parent), parent.activation_relu_or_gelu)
+            switches.append((parent, "activation_relu_or_gelu", value))
+            parent.activation_relu_or_gelu = 0
+    return switches
+
+
+def reset_switches(switches: list[Switch], is_needed: Callable[[nn.Module], bool]) -> None:
+    """Undo switches whose module has no child left that needs them."""
+    for module, name, value in switches:
+        if not any(is_needed(child) for child in module.children()):
+            setattr(module, name, value)

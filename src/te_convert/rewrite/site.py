@@ -1,0 +1,222 @@
+"""Converted modules: a TE module (or its twin) with the manners of the module it replaced.
+
+What is added to TE's class: the call conventions of nn.Linear and of norm modules (1-D inputs, keyword names), a state dict
+without TE's empty ``_extra_state``, and loading of checkpoints in the original layout as well as in TE's.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_convert.plan.model import SITE_ATTRIBUTE, Decision
+from te_convert.replacements.build import module_class
+from te_convert.replacements.specs import LinearSpec, Spec
+from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
+
+_EXTRA = "_extra_state"
+LAYOUT_KEY = "te_convert_layout"
+
+
+@dataclass
+class SiteRecord:
+    """What a converted module knows about itself.
+
+    Attributes:
+        decision: why and how it was converted.
+        original: the module that it replaced, without its Parameters (they live in the converted module).
+        incoming: layout ("te" or "original") of the state dict being loaded, told by the root's load hook; square weights
+            cannot show it themselves.
+        switches: (module, attribute, old value) changed so that the site runs at all; undone with it.
+    """
+
+    decision: Decision
+    original: nn.Module
+    backend: str
+    incoming: str | None = None
+    switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+
+def get_record(module: nn.Module) -> SiteRecord:
+    """The record of a converted module.
+
+    Raises:
+        KeyError: the module was not converted.
+    """
+    record: SiteRecord = module.__dict__[SITE_ATTRIBUTE]
+    return record
+
+
+def is_converted(module: nn.Module) -> bool:
+    """True for a module that this package put in place."""
+    return SITE_ATTRIBUTE in module.__dict__
+
+
+class Delegate:
+    """Stands in for the original's ``forward``: code that still holds the original module runs the converted one."""
+
+    def __init__(self, converted: nn.Module) -> None:
+        self.converted = converted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.converted.forward(*args, **kwargs)
+
+
+class Site(nn.Module):
+    """Mixin in front of a TE module or a twin; one tensor in, one tensor out."""
+
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Run on the single tensor given, whatever its keyword was called in the original."""
+        (x,) = (*inputs, *named.values())
+        with self._precision():
+            y: torch.Tensor = super().forward(x)
+        return y
+
+    def _precision(self) -> Any:
+        """Leave the recipe's autocast where the plan says that the recipe cannot be used (real TE only)."""
+        record = get_record(self)
+        if record.backend != "te" or record.decision.precision != "high":
+            return nullcontext()
+        import transformer_engine.pytorch as te
+
+        return te.autocast(enabled=False) if hasattr(te, "autocast") else te.fp8_autocast(enabled=False)
+
+    # ---- state dict ----------------------------------------------------------------------------------------------
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        extra = destination.get(prefix + _EXTRA)
+        if isinstance(extra, torch.Tensor) and extra.numel() == 0:
+            del destination[prefix + _EXTRA]
+        for op in _weights(self).ops:
+            if isinstance(op, Fill):
+                destination.pop(prefix + op.dest, None)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None and prefix[:-1] in metadata:
+            metadata[prefix[:-1]][LAYOUT_KEY] = "te"
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        problem = _to_te_layout(self, state_dict, prefix, local_metadata)
+        if problem is not None:
+            error_msgs.append(problem)
+            return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        forgiven = {prefix + _EXTRA} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
+        missing_keys[:] = [key for key in missing_keys if key not in forgiven]
+
+
+class LinearSite(Site):
+    """Adds nn.Linear's treatment of 1-D inputs, which TE returns as [1, out_features]."""
+
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Input [..., in_features] → output [..., out_features], also for a 1-D input."""
+        (x,) = (*inputs, *named.values())
+        if x.dim() == 1:
+            return super().forward(x.unsqueeze(0)).squeeze(0)
+        return super().forward(x)
+
+
+def _weights(module: nn.Module) -> WeightMap:
+    weights = get_record(module).decision.weights
+    assert weights is not None  # a converted site has a weight map
+    return weights
+
+
+def _to_te_layout(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> str | None:
+    """Rewrite this module's entries of a state dict to TE's names and layout; an error text when the layout is ambiguous."""
+    is_te = metadata.get(LAYOUT_KEY) == "te"
+    for op in _weights(module).ops:
+        if isinstance(op, Move) and op.source != op.dest and prefix + op.source in state_dict:
+            state_dict[prefix + op.dest] = state_dict.pop(prefix + op.source)
+        if not isinstance(op, Transpose) or prefix + op.source not in state_dict or is_te:
+            continue
+        tensor = state_dict[prefix + op.source]
+        layout = _layout_of(module, op, tensor)
+        if layout is None:
+            return (
+                f"{prefix}{op.source}: a square weight does not show whether it is in the original or in TE's layout; "
+                "use te_convert.load_original_state_dict for the original layout"
+            )
+        if layout == "original":
+            state_dict.pop(prefix + op.source)
+            state_dict[prefix + op.dest] = tensor.t()
+    return None
+
+
+def _layout_of(module: nn.Module, op: Transpose, tensor: torch.Tensor) -> str | None:
+    """ "te" or "original", from the shape, else from what the root's hook saw in the whole state dict; None when unknown."""
+    own = tuple(getattr(module, op.dest).shape)
+    if own[0] != own[1]:
+        return "te" if tuple(tensor.shape) == own else "original"
+    record = get_record(module)
+    incoming, record.incoming = record.incoming, None
+    return incoming
+
+
+def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Load hook of a converted root: let the shapes of non-square transposed weights speak for the square ones."""
+    square: list[SiteRecord] = []
+    seen: str | None = None
+    for name, module in root.named_modules():
+        for op in _weights(module).ops if is_converted(module) else ():
+            if isinstance(op, Transpose):
+                own = tuple(getattr(module, op.dest).shape)
+                tensor = state_dict.get(f"{prefix}{name}.{op.source}")
+                if own[0] == own[1]:
+                    square.append(get_record(module))
+                elif tensor is not None:
+                    seen = "te" if tuple(tensor.shape) == own else "original"
+    for record in square:
+        record.incoming = seen
+
+
+def has_transposed(module: nn.Module) -> bool:
+    """True for a converted module whose weight is stored in another layout than the original's."""
+    return is_converted(module) and any(isinstance(op, Transpose) for op in _weights(module).ops)
+
+
+_CLASSES: dict[tuple[str, str], type[Site]] = {}
+
+
+def site_class(spec: Spec, backend: str) -> type[Site]:
+    """The converted class of a spec: ``ReferenceLinear`` on twins, ``TELinear`` on Transformer Engine.
+
+    Made once per class and registered in this module, so that whole models pickle and deepcopy.
+
+    Raises:
+        EnvironmentLacksError: backend "te" and it does not import.
+    """
+    base = module_class(spec, backend)
+    short = spec.name.removeprefix("te.")
+    name = f"{'TE' if backend == 'te' else 'Reference'}{short}"
+    key = (backend, short)
+    if key not in _CLASSES:
+        mixin = LinearSite if isinstance(spec, LinearSpec) else Site
+        cls = type(name, (mixin, base), {"__module__": __name__, "__doc__": f"{spec.name} in the place of a PyTorch module."})
+        _CLASSES[key] = cls
+        globals()[name] = cls
+    return _CLASSES[key]
+
+
+def __getattr__(name: str) -> Any:
+    """Unpickling asks for a class that this process may not have made yet."""
+    from te_convert.replacements.specs import SPECS
+
+    for prefix, backend in (("Reference", "reference"), ("TE", "te")):
+        spec_class = SPECS.get(f"te.{name.removeprefix(prefix)}") if name.startswith(prefix) else None
+        if spec_class is not None:
+            blank: Any = object.__new__(spec_class)
+            return site_class(blank, backend)
+    raise AttributeError(name)

@@ -1,0 +1,114 @@
+"""State dicts in the original layout and in TE's, and the way back to the original modules."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_convert.errors import InputError
+from te_convert.facts.sharing import module_names
+from te_convert.rewrite.apply import restore_site
+from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
+from te_convert.weights.ops import Fill, Transpose, WeightMap
+
+
+def converted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every converted module with its canonical name, in module order."""
+    return [(name, module) for name, module in model.named_modules() if is_converted(module)]
+
+
+def _sites_by_prefix(model: nn.Module) -> dict[str, WeightMap]:
+    """State-dict prefix → weight map, for every name of every converted module (a shared module has several)."""
+    names = module_names(model)
+    found: dict[str, WeightMap] = {}
+    for _, module in converted_modules(model):
+        weights = get_record(module).decision.weights
+        assert weights is not None
+        for name in names[id(module)]:
+            found[f"{name}." if name else ""] = weights
+    return found
+
+
+def _split(key: str, sites: dict[str, WeightMap]) -> tuple[str, str]:
+    head, dot, leaf = key.rpartition(".")
+    prefix = head + dot
+    return (prefix, leaf) if prefix in sites else ("", "")
+
+
+def te_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The complete state in TE's layout: as real TE modules would have it.
+
+    Unlike ``model.state_dict()`` it includes the constants that TE needs and the original lacks (a norm's zero bias) and the empty
+    ``_extra_state`` entries, so it loads strictly into plain TE modules of the same names.
+    """
+    state: dict[str, Any] = dict(model.state_dict())
+    names = module_names(model)
+    for _, module in converted_modules(model):
+        for name in names[id(module)]:
+            prefix = f"{name}." if name else ""
+            for parameter_name, parameter in module._parameters.items():
+                if parameter is not None:
+                    state[prefix + parameter_name] = parameter.detach()
+            state[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)
+    return state
+
+
+def original_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state in the original model's layout: its keys, in its order, with its shapes.
+
+    Tensors share memory with the model where the layout is the same; transposed ones are copies.
+    """
+    sites = _sites_by_prefix(model)
+    result: dict[str, Any] = OrderedDict()
+    for key, tensor in model.state_dict().items():
+        prefix, leaf = _split(key, sites)
+        op = next((op for op in sites[prefix].ops if op.dest == leaf), None) if leaf else None
+        if op is None:
+            result[key] = tensor
+        elif not isinstance(op, Fill):
+            result[prefix + op.source] = tensor.t().contiguous() if isinstance(op, Transpose) else tensor
+    return result
+
+
+def load_original_state_dict(model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load a state dict of the original model into a converted one, whatever the shapes look like.
+
+    Returns:
+        What ``nn.Module.load_state_dict`` returns (missing and unexpected keys, in TE's names).
+
+    Raises:
+        RuntimeError: as ``nn.Module.load_state_dict`` does when keys or shapes do not fit.
+    """
+    sites = _sites_by_prefix(model)
+    translated: OrderedDict[str, Any] = OrderedDict()
+    for key, tensor in state_dict.items():
+        prefix, leaf = _split(key, sites)
+        ops = sites[prefix].ops if leaf else ()
+        op = next((op for op in ops if not isinstance(op, Fill) and op.source == leaf), None)
+        if op is None or isinstance(op, Fill):
+            translated[key] = tensor
+        else:
+            translated[prefix + op.dest] = tensor.t() if isinstance(op, Transpose) else tensor
+    metadata = {prefix[:-1]: {"version": 1, LAYOUT_KEY: "te"} for prefix in sites}
+    translated._metadata = metadata  # type: ignore[attr-defined]  # what load_state_dict reads
+    return model.load_state_dict(translated, strict=strict)
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Put every original module back, with the values that the converted ones have now; in place.
+
+    Returns:
+        The root: ``model`` itself, or the original when the root was converted.
+
+    Raises:
+        InputError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"revert takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    for _, module in converted_modules(model):
+        model = restore_site(model, module)
+    return model

@@ -1,0 +1,36 @@
+"""The rules, in the order in which they look at a module, plus those of third parties."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from te_convert.errors import InputError
+from te_convert.rules.base import AnyRule, Rule
+from te_convert.rules.conv1d import Conv1DRule
+from te_convert.rules.layer_norm import LayerNormRule
+from te_convert.rules.linear import LinearRule
+from te_convert.rules.rms_norm import RMSNormRule
+
+BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(), RMSNormRule())
+ENTRY_POINT_GROUP = "te_convert.rules"
+
+
+def load_rules() -> tuple[AnyRule, ...]:
+    """Third-party rules (entry point group ``te_convert.rules``) first, then the built-in ones.
+
+    Raises:
+        InputError: an entry point is not a rule, or two rules share an id.
+    """
+    found: list[AnyRule] = []
+    for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        loaded = entry.load()
+        rule = loaded() if isinstance(loaded, type) else loaded
+        if not isinstance(rule, Rule):
+            raise InputError(f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} is not a Rule", "remove or fix that package")
+        found.append(rule)
+    rules = (*found, *BUILTIN_RULES)
+    ids = [rule.id for rule in rules]
+    twice = sorted({name for name in ids if ids.count(name) > 1})
+    if twice:
+        raise InputError(f"two rules are called {', '.join(twice)}", "rules need distinct ids")
+    return rules

@@ -1,0 +1,45 @@
+"""Which backend carries out a conversion: real TE modules or the twins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from te_convert.errors import EnvironmentLacksError
+from te_convert.runtime.probe import probe_transformer_engine
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The chosen backend, "te" or "reference", and why."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(choice: str, device_type: str) -> Backend:
+    """Resolve "auto", "te" or "reference" for a model on a device.
+
+    "auto" takes TE when it imports, CUDA is available and the model is on a CUDA device; TE's modules run nowhere else.
+
+    Raises:
+        EnvironmentLacksError: "te" was asked for and cannot run here.
+    """
+    if choice == "reference":
+        return Backend("reference", "asked for")
+    lacking = _why_not_te(device_type)
+    if not lacking:
+        return Backend("te", "asked for" if choice == "te" else "Transformer Engine imports and the model is on a CUDA device")
+    if choice == "te":
+        raise EnvironmentLacksError(f"backend 'te' cannot run here: {lacking}", "run te-convert doctor, or use backend='auto'")
+    return Backend("reference", lacking)
+
+
+def _why_not_te(device_type: str) -> str:
+    if not torch.cuda.is_available():
+        return "no CUDA device is available"
+    if device_type != "cuda":
+        return f"the model is on {device_type}; Transformer Engine runs on CUDA devices only"
+    probe = probe_transformer_engine()
+    return "" if probe.importable else f"Transformer Engine does not import: {probe.error}"

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import json
+
+from te_convert.errors import InputError
+from te_convert.report.text import render_plan
+from tests.cli.conftest import Run
+from tests.cli.fake_api import FakeApi
+from tests.report.sample_reports import bert_plan
+
+
+def test_it_prints_the_plan(run: Run, api: FakeApi) -> None:
+    result = run("analyze", "model.py", "--recipe", "fp8", "--exclude", "head")
+    assert (result.exit_code, result.stdout) == (0, render_plan(bert_plan()))
+    assert api.calls["analyze"] == (
+        ("the model", "its own inputs"),
+        {"recipe": "fp8", "include": (), "exclude": ("head",), "allow": ()},
+    )
+
+
+def test_json(run: Run, api: FakeApi) -> None:
+    result = run("analyze", "model.py", "--json")
+    assert json.loads(result.stdout) == bert_plan().to_dict() | {"scenarios": list(bert_plan().scenarios)}
+
+
+def test_quiet(run: Run, api: FakeApi) -> None:
+    expected = "would convert 30 of 30 sites · nothing was changed, nothing was verified\n"
+    assert run("analyze", "model.py", "-q").stdout == expected
+
+
+def test_bad_input(run: Run, api: FakeApi) -> None:
+    api.raises["parse_inputs"] = InputError("cannot read 'x'", "NAME:DTYPE[SHAPE]")
+    result = run("analyze", "model.py", "--inputs", "x")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[-2:] == ["error: cannot read 'x'", "hint: NAME:DTYPE[SHAPE]"]
+    assert "open_model" not in api.calls

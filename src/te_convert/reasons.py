@@ -32,7 +32,7 @@ class ReasonCode(str, Enum):
     MODULE_EXTRA_STATE = "module.extra-state"
     MODULE_SCRIPTED = "module.scripted"
     MODULE_ALREADY_TE = "module.already-te"
-    MODULE_NOT_COPYABLE = "model.not-copyable"
+    MODEL_NOT_COPYABLE = "model.not-copyable"
     PARAMETER_UNINITIALIZED = "parameter.uninitialized"
     PARAMETER_SUBCLASS = "parameter.tensor-subclass"
     PARAMETER_EMPTY = "parameter.empty"
@@ -110,7 +110,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _R, "The module is compiled TorchScript and cannot be edited.", "convert the Python model before scripting it"
     ),
     ReasonCode.MODULE_ALREADY_TE: ReasonInfo(_R, "The module is already a Transformer Engine module.", "nothing to do"),
-    ReasonCode.MODULE_NOT_COPYABLE: ReasonInfo(
+    ReasonCode.MODEL_NOT_COPYABLE: ReasonInfo(
         _R, "copy.deepcopy of the model failed, so it was left unchanged.", "pass inplace=True"
     ),
     ReasonCode.PARAMETER_UNINITIALIZED: ReasonInfo(

@@ -93,7 +93,7 @@ NEAR_MISSES: dict[str, Callable[[Tensor], object]] = {
     "another dtype": lambda x: functional.relu(x).double(),
     "raises": lambda x: x + torch.ones(7, 11, 13),
     "no tensor": lambda x: None,
-    "two arguments": lambda x, y: x * y,  # type: ignore[misc]
+    "two arguments": lambda x, y: x * y,  # type: ignore[dict-item, misc]
     "nan": lambda x: x * float("nan"),
 }
 

@@ -9,11 +9,12 @@ from te_convert.cli.output import print_answer, print_json, text_style, working
 
 
 @click.command(
+    short_help="Print what would be converted, and why not the rest.",
     epilog="""\b
 Exit codes:
   0   the plan was printed
   2   usage or bad input
-"""
+""",
 )
 @model_options
 @json_option

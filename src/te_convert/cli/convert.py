@@ -19,6 +19,7 @@ EXIT_CONVERTED, EXIT_UNCHANGED, EXIT_PARITY = 0, 1, 3
 
 
 @click.command(
+    short_help="Convert MODEL, verify it and write DIR (the default).",
     epilog="""\b
 Exit codes:
   0   converted and verified (with --no-verify: converted)
@@ -26,7 +27,7 @@ Exit codes:
   2   usage or bad input
   3   parity failed, or could not be judged; with --strict nothing is written
   4   the environment lacks what was demanded
-"""
+""",
 )
 @model_options
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Directory to write; needed unless --dry-run.")

@@ -18,11 +18,12 @@ _MARKS = {True: ("ok", "green"), False: ("no", "bold red"), None: ("·", "")}
 
 
 @click.command(
+    short_help="Say whether Transformer Engine would run here.",
     epilog="""\b
 Exit codes:
   0   Transformer Engine would run here
   4   it would not; conversion and verification still work on the reference twins
-"""
+""",
 )
 @json_option
 def doctor(as_json: bool) -> int:

@@ -62,6 +62,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 @click.group(
     name=PROGRAM,
     cls=ConvertByDefault,
+    options_metavar="",
+    subcommand_metavar="MODEL --out DIR [OPTIONS] | COMMAND [ARGS]...",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
 Examples:
@@ -70,11 +72,13 @@ Examples:
   te-convert bert-base/ --recipe fp8 --out bert_te
 \b
 Exit codes:
-  0   converted and verified (with --no-verify: converted); analyze: done; doctor: TE would run
+  0   converted and verified (with --no-verify: converted);
+      analyze: done; doctor: Transformer Engine would run
   1   written unchanged: nothing was converted, or everything was put back
   2   usage or bad input
   3   parity failed, or could not be judged; with --strict nothing is written
-  4   the environment lacks what was demanded; doctor: TE would not run
+  4   the environment lacks what was demanded;
+      doctor: Transformer Engine would not run
   70  internal error (TE_CONVERT_DEBUG=1 shows the traceback)
   130 interrupted
 """,

@@ -15,7 +15,7 @@ from torch import nn
 from te_convert.emit.manifest import Manifest, read_manifest
 from te_convert.emit.slots import Slot, find_slots
 from te_convert.emit.sources import rebuild
-from te_convert.emit.tensors_file import INDEX, file_record, read_tensors
+from te_convert.emit.tensors_file import BUFFERS, INDEX, file_record, read_tensors
 from te_convert.emit.user_code import one_line
 from te_convert.errors import InputError, LoadError, TeConvertError
 from te_convert.plan.model import Plan
@@ -23,6 +23,7 @@ from te_convert.rewrite.apply import apply_plan
 from te_convert.runtime.backend import choose_backend
 
 _AGAIN = "convert the model again, or restore the file"
+_CHANGED = "the source or its packages changed; convert the model again"
 
 
 def load_directory(path: Path | str, device: torch.device | str | None = None, backend: str = "auto") -> nn.Module:
@@ -77,7 +78,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             raise LoadError(f"{name} cannot be read: {one_line(error.strerror or error)}", "check its permissions") from error
         if not same:
             raise LoadError(f"{name} was changed or truncated", _AGAIN)
-    for name in ("plan.json", "buffers.safetensors", *(f"source/{file}" for file in manifest.source.files)):
+    for name in ("plan.json", BUFFERS, *(f"source/{file}" for file in manifest.source.files)):
         if name not in manifest.files:
             raise LoadError(f"manifest.json does not list {name}", "convert the model again")
     _check_source_folder(directory, manifest)
@@ -121,7 +122,7 @@ def _apply(model: nn.Module, plan: Plan, backend: str) -> nn.Module:
         raise
     except Exception as error:
         message = f"the plan does not fit the model: {type(error).__name__}: {one_line(error)}"
-        raise LoadError(message, "the source or its packages changed; convert the model again") from error
+        raise LoadError(message, _CHANGED) from error
     return root
 
 
@@ -132,9 +133,12 @@ def _restore_ties(slots: dict[str, Slot], ties: dict[str, str]) -> None:
         if name in ties:
             continue
         other = seen.setdefault(id(slot.tensor), name)
-        if other != name and slots[other].owner is not slot.owner:
-            fresh = slot.tensor.detach().clone()
-            slot.replace(nn.Parameter(fresh, slot.tensor.requires_grad) if slot.is_parameter else fresh)
+        if other == name:
+            continue
+        if slots[other] == slot:
+            raise LoadError(f"{name} and {other} are one module in the rebuilt model, but not in the converted one", _CHANGED)
+        fresh = slot.tensor.detach().clone()
+        slot.replace(nn.Parameter(fresh, slot.tensor.requires_grad) if slot.is_parameter else fresh)
     for name, stored in ties.items():
         if name not in slots or stored not in slots:
             raise LoadError(f"the rebuilt model has no {name if name not in slots else stored}", _CHANGED)
@@ -142,27 +146,22 @@ def _restore_ties(slots: dict[str, Slot], ties: dict[str, str]) -> None:
             slots[name].replace(slots[stored].tensor)
 
 
-_CHANGED = "the source or its packages changed; convert the model again"
-
-
 def _assign(model: nn.Module, slots: dict[str, Slot], directory: Path, manifest: Manifest) -> None:
     """Give every slot its stored tensor."""
     wanted = {name for name, slot in slots.items() if slot.persistent and name not in manifest.ties}
     unexpected: list[str] = []
-    for name, tensor in _stored(directory, _weight_files(directory, manifest)):
-        if name in wanted:
-            _set(name, slots[name], tensor)
-            wanted.remove(name)
-        else:
-            unexpected.append(name)
+    for file in (*_weight_files(directory, manifest), BUFFERS):
+        for name, tensor in _stored(directory, file):
+            if name in slots and name not in manifest.ties:
+                _set(name, slots[name], tensor)
+                wanted.discard(name)
+            elif file == BUFFERS and name not in slots:
+                _register(model, name, tensor)
+            else:
+                unexpected.append(name)
     if wanted or unexpected:
         parts = [_some(sorted(names), title) for names, title in ((wanted, "missing"), (unexpected, "unexpected")) if names]
         raise LoadError(f"the stored tensors do not fit the rebuilt model: {'; '.join(parts)}", _CHANGED)
-    for name, tensor in _stored(directory, ["buffers.safetensors"]):
-        if name in slots:
-            _set(name, slots[name], tensor)
-        else:
-            _register(model, name, tensor)
 
 
 def _weight_files(directory: Path, manifest: Manifest) -> list[str]:
@@ -180,12 +179,11 @@ def _weight_files(directory: Path, manifest: Manifest) -> list[str]:
     return sorted(files)
 
 
-def _stored(directory: Path, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        try:
-            yield from read_tensors(directory / file)
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"{file} cannot be read: {one_line(error)}", _AGAIN) from error
+def _stored(directory: Path, file: str) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        yield from read_tensors(directory / file)
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} cannot be read: {one_line(error)}", _AGAIN) from error
 
 
 def _set(name: str, slot: Slot, value: torch.Tensor) -> None:

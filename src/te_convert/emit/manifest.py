@@ -119,7 +119,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise LoadError(f"{directory} {state}", "give a directory that te_convert wrote")
     path = directory / MANIFEST
     if path.is_symlink() or not path.is_file():
-        raise LoadError(f"{directory} is not a converted directory: it has no {MANIFEST}", "give a directory that te_convert wrote")
+        raise LoadError(
+            f"{directory} is not a converted directory: it has no {MANIFEST}", "give a directory that te_convert wrote"
+        )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -131,7 +133,12 @@ def read_manifest(directory: Path) -> Manifest:
 
 def installed_versions(with_transformers: bool) -> dict[str, str | None]:
     """Versions that explain a directory later; None where a package is not installed."""
-    names = {"te_convert": "te-convert", "torch": "torch", "transformer_engine": "transformer-engine", "safetensors": "safetensors"}
+    names = {
+        "te_convert": "te-convert",
+        "torch": "torch",
+        "transformer_engine": "transformer-engine",
+        "safetensors": "safetensors",
+    }
     if with_transformers:
         names["transformers"] = "transformers"
     versions: dict[str, str | None] = {"python": platform.python_version()}

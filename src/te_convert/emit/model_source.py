@@ -69,7 +69,8 @@ class ModelSource:
         for name in (*files, *main):
             if not is_safe_name(name):
                 raise LoadError(f"manifest.json names the file {name!r}, which is not inside the directory", "do not load it")
-        return cls(files=tuple(files), **{key: str(value) for key, value in texts.items()})
+        fields: dict[str, Any] = dict(texts)
+        return cls(files=tuple(files), **fields)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -58,29 +58,33 @@ def find_slots(model: nn.Module) -> dict[str, Slot]:
     return slots
 
 
-def find_ties(slots: Mapping[str, Slot]) -> dict[str, str]:
-    """For each further name of a tensor the name under which it is stored: its first persistent one."""
+def find_ties(slots: Mapping[str, Slot], public: Collection[str]) -> dict[str, str]:
+    """For each further name of a tensor the name under which it is stored: its first one in ``public`` if there is one."""
     names: dict[int, list[str]] = {}
     for name, slot in slots.items():
         names.setdefault(id(slot.tensor), []).append(name)
     ties: dict[str, str] = {}
     for group in names.values():
-        first = next((name for name in group if slots[name].persistent), group[0])
+        first = next((name for name in group if name in public), group[0])
         ties.update({name: first for name in group if name != first})
     return ties
 
 
-def check_storable(model: nn.Module, slots: Mapping[str, Slot]) -> None:
-    """Refuse a model whose state is more than plain tensors with values.
+def public_names(model: nn.Module, slots: Mapping[str, Slot]) -> set[str]:
+    """Names of the slots that ``state_dict()`` has; refuses a model whose state is more than plain tensors with values.
 
     Raises:
         InputError: a tensor subclass, a tensor without values, an extra state with content, or state that is no tensor.
     """
     for name, slot in slots.items():
         _check_tensor(name, slot.tensor)
+    public: set[str] = set()
     known = {(slot.tensor.data_ptr(), slot.tensor.shape) for slot in slots.values()}
     for name, value in model.state_dict().items():
-        if name in slots or _is_empty_extra_state(name, value):
+        if name in slots:
+            public.add(name)
+            continue
+        if _is_empty_extra_state(name, value):
             continue
         if name.endswith("_extra_state"):
             raise InputError(
@@ -93,6 +97,7 @@ def check_storable(model: nn.Module, slots: Mapping[str, Slot]) -> None:
                 f"state_dict() holds {name}, which is no parameter or buffer of the model",
                 "register it with register_buffer so that it can be stored",
             )
+    return public
 
 
 def _is_empty_extra_state(name: str, value: object) -> bool:
@@ -102,7 +107,7 @@ def _is_empty_extra_state(name: str, value: object) -> bool:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise InputError(f"{name} is a {type(tensor).__name__}, not a plain tensor", "convert before quantising or sharding")
     if tensor.is_meta:
         raise InputError(f"{name} has no values (it is on the meta device)", "load the weights before writing")

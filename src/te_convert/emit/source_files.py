@@ -89,7 +89,7 @@ def open_module(name: str, entry: str | None) -> OpenedModel:
     Raises:
         InputError: there is no such module, it fails, or it offers no model or several.
     """
-    with user_code(Path.cwd()):
+    with user_code(Path.cwd(), isolate=False):
         file = _module_file(name)
         module = _import(name)
         found = find_model(module, entry, name)
@@ -105,7 +105,7 @@ def rebuild_module(source: ModelSource) -> nn.Module:
     Raises:
         InputError: the module is missing, changed or fails.
     """
-    with user_code(Path.cwd()):
+    with user_code(Path.cwd(), isolate=False):
         file = _module_file(source.main)
         if hashlib.sha256(file.read_bytes()).hexdigest() != source.sha256:
             raise InputError(f"the source changed since conversion: module {source.main}", "convert the model again")
@@ -159,7 +159,9 @@ def _module_file(name: str) -> Path:
         else:
             raise InputError(*describe_failure(error, name, None)) from error
     if spec is None:
-        raise InputError(f"no file, directory or importable module is called {name!r}", "give file.py, package.module:name or a directory")
+        raise InputError(
+            f"no file, directory or importable module is called {name!r}", "give file.py, package.module:name or a directory"
+        )
     if spec.origin is None or not Path(spec.origin).is_file():
         raise InputError(f"module {name} has no source file", "name a module that is a Python file")
     return Path(spec.origin)
@@ -176,7 +178,8 @@ def _own(model: nn.Module, found: Found, where: str) -> nn.Module:
     if model is not found.value:
         return model
     try:
-        return copy.deepcopy(model)
+        own: nn.Module = copy.deepcopy(model)
     except Exception as error:
         message = f"{found.entry} in {where} cannot be copied: {type(error).__name__}: {one_line(error)}"
         raise InputError(message, "name a function that returns a new model") from error
+    return own

@@ -29,8 +29,10 @@ def open_source(spec: str) -> OpenedModel:
         InputError: there is no such thing, it fails, or it offers no model or several.
         EnvironmentLacksError: a Transformers directory, and Transformers is not installed.
     """
+    if not spec.strip():
+        raise InputError("MODEL is empty", _FORMS)
     path = Path(spec)
-    if spec and path.is_dir():
+    if path.is_dir():
         return _open_directory(path)
     if path.suffix.lower() in WEIGHT_SUFFIXES:
         raise InputError(f"{spec} holds weights, not a model", f"give the model's source, and --weights {spec}")

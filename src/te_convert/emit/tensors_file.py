@@ -21,6 +21,7 @@ from te_convert.emit.manifest import FileRecord
 from te_convert.errors import InputError
 
 INDEX = "model.safetensors.index.json"
+BUFFERS = "buffers.safetensors"  # what state_dict() leaves out: non-persistent buffers, constants of replacements
 _COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
 _OPTIONAL = {
     "F8_E4M3": "float8_e4m3fn",
@@ -104,7 +105,7 @@ def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterable[bytes | 
     for tensor in tensors:
         plain = tensor.detach().cpu().resolve_neg().contiguous()
         if plain.numel():
-            yield memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+            yield plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write(path: Path, chunks: Iterable[bytes | memoryview]) -> FileRecord:

@@ -13,7 +13,14 @@ from types import CodeType, ModuleType
 
 _INSTALLED = ("site-packages", "dist-packages")
 # Re-importing one of these would give the process two copies of a library with C state, or of this package.
-_NEVER_HIDDEN = frozenset(sys.stdlib_module_names) | {"__main__", "numpy", "te_convert", "torch", "transformer_engine", "transformers"}
+_NEVER_HIDDEN = frozenset(sys.stdlib_module_names) | {
+    "__main__",
+    "numpy",
+    "te_convert",
+    "torch",
+    "transformer_engine",
+    "transformers",
+}
 
 
 def one_line(text: object, limit: int = 400) -> str:
@@ -37,7 +44,9 @@ class _DirectoryFinder(MetaPathFinder):
     def __init__(self, directory: Path) -> None:
         self.directory = str(directory)
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The spec of a source file of the directory, or None."""
         entries = [self.directory] if path is None else [entry for entry in path if _is_below(entry, self.directory)]
         for entry in entries:
@@ -57,25 +66,27 @@ def is_installed(path: Path) -> bool:
 
 
 @contextmanager
-def user_code(directory: Path | None = None, argv: str = "") -> Iterator[None]:
+def user_code(directory: Path | None = None, argv: str = "", isolate: bool = True) -> Iterator[None]:
     """While the block runs, the model's source is being executed.
 
-    Its prints go to stderr, ``sys.argv`` holds only the file, ``directory`` comes first on the import path, and modules of an
-    equal name that were imported from elsewhere are out of sight.  All of it is put back afterwards.
+    Its prints go to stderr, ``sys.argv`` holds only the file, and ``directory`` comes first on the import path.  With
+    ``isolate``, modules of the same names that were imported before are out of sight, and no bytecode of the directory is read.
+    All of it is put back afterwards.
     """
-    path, arguments, bytecode = list(sys.path), list(sys.argv), sys.dont_write_bytecode
-    finder = None if directory is None else _DirectoryFinder(directory)
-    hidden = {} if directory is None else _hide_modules(directory)
+    path, arguments = list(sys.path), list(sys.argv)
+    finder = _DirectoryFinder(directory) if directory is not None and isolate else None
+    hidden = _hide_modules(directory) if directory is not None and isolate else {}
     try:
-        if directory is not None and finder is not None:
+        if directory is not None:
             sys.path.insert(0, str(directory))
+        if finder is not None:
             sys.meta_path.insert(0, finder)
         if argv:
             sys.argv[:] = [argv]
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        sys.path[:], sys.argv[:], sys.dont_write_bytecode = path, arguments, bytecode
+        sys.path[:], sys.argv[:] = path, arguments
         if finder is not None:
             sys.meta_path.remove(finder)
         _unhide_modules(hidden)
@@ -115,7 +126,10 @@ def describe_failure(error: BaseException, where: str, directory: Path | None) -
     """
     if isinstance(error, SyntaxError):
         file = Path(error.filename).name if error.filename else where
-        return f"{file}:{error.lineno}: syntax error: {one_line(error.msg)}", "correct the line, or use the Python that the file is for"
+        return (
+            f"{file}:{error.lineno}: syntax error: {one_line(error.msg)}",
+            "correct the line, or use the Python that the file is for",
+        )
     place = _deepest_frame(error, directory)
     if isinstance(error, SystemExit):
         return f"{where} called sys.exit(){place}", 'put what a script does under if __name__ == "__main__":'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -16,13 +17,14 @@ from torch import nn
 from te_convert.emit.manifest import MANIFEST, FileRecord, Manifest, installed_versions
 from te_convert.emit.model_source import ModelSource
 from te_convert.emit.skeleton import check_skeleton
-from te_convert.emit.slots import Slot, check_storable, find_slots, find_ties
-from te_convert.emit.tensors_file import INDEX, plan_shards, tensor_bytes, write_bytes, write_tensors
+from te_convert.emit.slots import Slot, find_slots, find_ties, public_names
+from te_convert.emit.tensors_file import BUFFERS, INDEX, plan_shards, tensor_bytes, write_bytes, write_tensors
 from te_convert.emit.user_code import one_line
 from te_convert.errors import InputError
 from te_convert.plan.model import Plan
 
 SHARD_BYTES = 5_000_000_000
+_ELSEWHERE = "choose another --out"
 
 _INIT = '''"""A model converted by te_convert; report.md says what was converted and what was verified."""
 
@@ -102,18 +104,13 @@ def write_directory(
     """
     if source is None:
         raise InputError("there is no source from which the model could be built again", "open it from a file or module")
-    target = Path(os.path.abspath(out))  # noqa: PTH100 - resolve() would follow a link, and it must be seen
-    _check_target(target, source, force, shown=str(out))
-    slots = find_slots(model)
-    check_storable(model, slots)
+    target = Path(out).absolute()
+    check_out(out, force, source)
     temporary = target.with_name(f".{target.name}.tmp-{secrets.token_hex(4)}")
     parents = [parent for parent in target.parents if not parent.exists()]
     try:
         temporary.mkdir(parents=True)
-        files = _fill(temporary, plan, report, source, slots, shard_bytes)
-        check_skeleton(model, plan, source, temporary)
-        write_bytes(temporary / MANIFEST, _manifest(model, report, source, slots, files).encode())
-        _flush_folders(temporary)
+        _write_all(temporary, model, plan, report, source, shard_bytes)
         _rename(temporary, target, force)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -121,31 +118,62 @@ def write_directory(
             with suppress(OSError):
                 parent.rmdir()
         if isinstance(error, OSError):
-            raise InputError(f"{out} cannot be written: {one_line(error.strerror or error)}", "choose another --out") from error
+            raise InputError(f"{out} cannot be written: {one_line(error.strerror or error)}", _ELSEWHERE) from error
         raise
     return Path(out)
 
 
-def _check_target(target: Path, source: ModelSource, force: bool, shown: str) -> None:
+def _write_all(
+    directory: Path, model: nn.Module, plan: Plan, report: ReportLike, source: ModelSource, shard_bytes: int
+) -> None:
+    """Write every file into a new directory, the manifest last, and flush it."""
+    slots = find_slots(model)
+    public = public_names(model, slots)
+    ties = find_ties(slots, public)
+    own = {name: slot.tensor for name, slot in slots.items() if name not in ties}
+    files = _write_texts(directory, plan, report, source)
+    check_skeleton(model, plan, source, directory)
+    files |= _write_weights(directory, {name: own[name] for name in own if name in public}, shard_bytes)
+    files[BUFFERS] = write_tensors(directory / BUFFERS, {name: own[name] for name in own if name not in public})
+    write_bytes(directory / MANIFEST, _manifest(model, report, source, slots, ties, files).encode())
+    _flush_folders(directory)
+
+
+def check_out(out: Path | str, force: bool = False, source: ModelSource | None = None) -> None:
+    """Whether a directory can be written there; asked before the work as well as when it is done.
+
+    Raises:
+        InputError: ``out`` exists and ``force`` is not given, is no directory that may be replaced, holds the model's source or
+            the working directory, or its parent cannot be written.
+    """
+    target = Path(out).absolute()
     real = target.resolve()
-    if any(origin.is_relative_to(real) for origin in source.origins):
-        raise InputError(f"{shown} holds the model's source, which would be overwritten", "choose another --out")
+    if source is not None and any(origin.is_relative_to(real) for origin in source.origins):
+        raise InputError(f"{out} holds the model's source, which would be overwritten", _ELSEWHERE)
     if target.is_symlink():
-        raise InputError(f"{shown} is a symbolic link", "name the directory itself")
+        raise InputError(f"{out} is a symbolic link", "name the directory itself")
     if not target.exists():
+        _check_parent(target, shown=str(out))
         return
     if not target.is_dir():
-        raise InputError(f"{shown} exists and is not a directory", "choose another --out")
+        raise InputError(f"{out} exists and is not a directory", _ELSEWHERE)
     if not force:
-        raise InputError(f"{shown} exists", "use --force to replace it")
+        raise InputError(f"{out} exists", "use --force to replace it")
     if any(place.is_relative_to(real) for place in (Path.cwd(), Path.home().resolve())):
-        raise InputError(f"{shown} holds the working or the home directory; it is not replaced", "choose another --out")
+        raise InputError(f"{out} holds the working or the home directory; it is not replaced", _ELSEWHERE)
+    _check_parent(target, shown=str(out))
 
 
-def _fill(
-    directory: Path, plan: Plan, report: ReportLike, source: ModelSource, slots: Mapping[str, Slot], shard_bytes: int
-) -> dict[str, FileRecord]:
-    """Write every file but the manifest; their digests."""
+def _check_parent(target: Path, shown: str) -> None:
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not parent.is_dir():
+        raise InputError(f"{shown} cannot be written: {parent} is not a directory", _ELSEWHERE)
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError(f"{shown} cannot be written: no permission in {parent}", _ELSEWHERE)
+
+
+def _write_texts(directory: Path, plan: Plan, report: ReportLike, source: ModelSource) -> dict[str, FileRecord]:
+    """Write the plan, the report, ``__init__.py`` and the source; their digests."""
     texts = {
         "__init__.py": _INIT,
         "plan.json": plan.to_json(),
@@ -160,11 +188,6 @@ def _fill(
         path = directory / "source" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         files[f"source/{name}"] = write_bytes(path, source.content[name])
-    ties = find_ties(slots)
-    stored = {name: slot for name, slot in slots.items() if name not in ties}
-    files.update(_write_weights(directory, {n: s.tensor for n, s in stored.items() if s.persistent}, shard_bytes))
-    buffers = {name: slot.tensor for name, slot in stored.items() if not slot.persistent}
-    files["buffers.safetensors"] = write_tensors(directory / "buffers.safetensors", buffers)
     return files
 
 
@@ -179,21 +202,23 @@ def _write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], shard_b
         files[file] = write_tensors(directory / file, {name: tensors[name] for name in names})
         weight_map.update(dict.fromkeys(names, file))
     total = sum(tensor_bytes(tensor) for tensor in tensors.values())
-    files[INDEX] = write_bytes(directory / INDEX, index_json(weight_map, total).encode())
+    files[INDEX] = write_bytes(directory / INDEX, _index_json(weight_map, total).encode())
     return files
 
 
-def index_json(weight_map: Mapping[str, str], total_size: int) -> str:
+def _index_json(weight_map: Mapping[str, str], total_size: int) -> str:
     """The index of a sharded checkpoint, in the form that Transformers uses."""
-    import json
-
     return json.dumps({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, indent=1)
 
 
 def _manifest(
-    model: nn.Module, report: ReportLike, source: ModelSource, slots: Mapping[str, Slot], files: dict[str, FileRecord]
+    model: nn.Module,
+    report: ReportLike,
+    source: ModelSource,
+    slots: Mapping[str, Slot],
+    ties: dict[str, str],
+    files: dict[str, FileRecord],
 ) -> str:
-    ties = find_ties(slots)
     parameters = {name: slot.tensor for name, slot in slots.items() if slot.is_parameter and name not in ties}
     return Manifest(
         source=source,
@@ -225,10 +250,16 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def _flush_rename(target: Path) -> None:
+    """Flush the folder that holds the target; the directory is whole already, so a failure here is none of the write's."""
+    with suppress(OSError):
+        _flush_folder(target.parent)
+
+
 def _rename(temporary: Path, target: Path, force: bool) -> None:
     if not (force and target.exists()):
         temporary.rename(target)
-        _flush_folder(target.parent)
+        _flush_rename(target)
         return
     aside = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
     target.rename(aside)
@@ -237,5 +268,5 @@ def _rename(temporary: Path, target: Path, force: bool) -> None:
     except BaseException:
         aside.rename(target)
         raise
-    _flush_folder(target.parent)
+    _flush_rename(target)
     shutil.rmtree(aside, ignore_errors=True)

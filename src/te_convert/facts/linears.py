@@ -112,7 +112,7 @@ def _ranks(module: nn.Module) -> Iterator[int]:
 
 
 def _shape(module: nn.Module, weight: str) -> tuple[int, int]:
-    rows, columns = module.get_parameter(weight).shape
+    rows, columns = dict(module.named_parameters(recurse=False))[weight].shape
     return int(rows), int(columns)
 
 
@@ -125,9 +125,10 @@ def _roles(module: nn.Module) -> tuple[str, str | None]:
     reject_unusual_state(module)
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         raise ProbeError("it is an embedding: its weight is looked up, not multiplied")
-    weights = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 2]
-    others = [name for name, _ in module.named_parameters(recurse=False) if name not in weights]
-    if len(weights) != 1 or len(others) > 1 or any(module.get_parameter(name).dim() != 1 for name in others):
+    ranks = {name: parameter.dim() for name, parameter in module.named_parameters(recurse=False)}
+    weights = [name for name, rank in ranks.items() if rank == 2]
+    others = [name for name in ranks if name not in weights]
+    if sorted(ranks.values()) not in ([2], [1, 2]):
         raise ProbeError(f"its parameters are not one 2-D weight and at most one 1-D bias: {describe_parameters(module)}")
     return weights[0], others[0] if others else None
 
@@ -156,7 +157,10 @@ def _probe_numbers(module: nn.Module, weight: str, bias: str | None) -> LinearFa
         LinearFacts(rows, columns, "conv1d", weight, bias),
     )
     failures: list[ProbeError] = []
-    for facts in candidates:
+    fitting = [facts for facts in candidates if bias is None or parameters[bias].numel() == facts.out_features]
+    if not fitting:
+        raise ProbeError(f"its parameters do not fit together: {describe_parameters(module)}")
+    for facts in fitting:
         try:
             _check(twin, facts, parameters, generator)
         except ProbeError as error:
@@ -175,8 +179,6 @@ def _check(twin: nn.Module, facts: LinearFacts, parameters: Mapping[str, Tensor]
     """
     weight = parameters[facts.weight]
     bias = parameters[facts.bias] if facts.bias is not None else None
-    if bias is not None and bias.numel() != facts.out_features:
-        raise ProbeError(f"its 1-D parameter has {bias.numel()} elements for {facts.out_features} outputs")
     formula = "F.linear(x, weight, bias)" if facts.layout == "linear" else "x @ weight + bias"
     for leading, scale, training in _RUNS:
         x = scale * torch.randn((*leading, facts.in_features), generator=generator, dtype=weight.dtype, device="cpu")

@@ -232,7 +232,7 @@ class _Probe:
 
     def _measure_eps(self, facts: NormFacts, dtype: torch.dtype) -> float:
         """``eps = 1 / gain ** 2 - mean(c ** 2)`` at tiny inputs, as the exact number that it must have been."""
-        x = (_TINY * self._input(64)).to(dtype)
+        x = (_TINY * self._input(8, 8)).to(dtype)
         centred = _centre(x.double(), facts.kind)
         square = centred.square().mean(-1, keepdim=True)
         gain = _gain(self._neutral(facts, x).double(), centred)
@@ -273,13 +273,13 @@ class _Probe:
     def _low_precision_eps(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
         """The float32 eps or the dtype's own, whichever reproduces the module's output better where the two matter most."""
         choices = [replace(facts, eps=eps) for eps in (facts.eps, torch.finfo(dtype).eps)]
-        x = (math.prod(choice.eps for choice in choices) ** 0.25 * self._input(64)).to(dtype)
+        x = (math.prod(choice.eps for choice in choices) ** 0.25 * self._input(8, 8)).to(dtype)
         y = self._neutral(facts, x)
         return min(choices, key=lambda choice: relative_error(y, _normalise(x.double(), choice)))
 
     def _low_precision(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
         """Add where a low-precision module rounds; one that raises keeps "unknown" and no dtype."""
-        x = self._input(max(64, 4096 // self._width)).to(dtype)
+        x = self._input(2, max(32, 2048 // self._width)).to(dtype)
         weight = (0.3 * self._random(self._width) + (1.0 - facts.zero_centered_gamma)).to(dtype)
         bias = self._random(self._width).to(dtype)
         try:

@@ -13,7 +13,7 @@ from te_convert.report.summary import Summary, summarise, summarise_plan
 from te_convert.report.tables import ReasonGroup, Table
 
 _SPECIAL = re.compile(r"[\\`*\[\]<>&|~$]|(?<![^\W_])_|_(?![^\W_])|:(?=//)|(?<=www)\.|@")
-_LINE_START = re.compile(r"^(?:[#+=-]|\d+(?=[.)]))")
+_LINE_START = re.compile(r"^(?:[#+=-]|\d(?=\d*[.)](?:\s|$)))")
 
 
 def render_markdown(report: Report) -> str:
@@ -29,10 +29,10 @@ def render_plan_markdown(plan: Plan) -> str:
 def escape(text: str) -> str:
     """Clean text as literal Markdown text, safe in a table cell too.
 
-    Character references are used, not backslashes: they never have a structural meaning and survive a table's own unescaping.
+    A pipe, a backslash and what HTML reads become character references, which survive a table's own unescaping; other marks
+    get a backslash.
     """
-    text = _SPECIAL.sub(_reference, text)
-    return _LINE_START.sub(lambda match: "".join(f"&#{ord(c)};" for c in match[0]), text)
+    return _LINE_START.sub(_literal, _SPECIAL.sub(_literal, text))
 
 
 def code(text: str) -> str:
@@ -42,8 +42,11 @@ def code(text: str) -> str:
     return f"`{text}`"
 
 
-def _reference(match: re.Match[str]) -> str:
-    return "".join(html.escape(c) if c in "<>&" else f"&#{ord(c)};" for c in match[0])
+def _literal(match: re.Match[str]) -> str:
+    character = match[0]
+    if character in "<>&":
+        return html.escape(character)
+    return f"\\{character}" if character in "`*[]_~#+=-" else f"&#{ord(character)};"
 
 
 def _render(summary: Summary) -> str:

@@ -1,0 +1,85 @@
+"""Figures of two results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from te_convert.verify.model import Figures
+from te_convert.verify.tolerance import rounding_floor
+
+MISMATCH = Figures(-math.inf, math.inf, bit_equal=False, numel=0)
+"""Figures of results that cannot be compared: other shapes, other non-finite positions, a missing output."""
+
+Outputs = Sequence[tuple[str, torch.Tensor]]
+
+
+def compare(original: torch.Tensor, converted: torch.Tensor) -> Figures:
+    """Figures over the finite elements; non-finite ones must sit at the same places with the same values."""
+    if original.shape != converted.shape or original.is_nested != converted.is_nested:
+        return MISMATCH
+    if original.numel() == 0:
+        return Figures(math.inf, 0.0, bit_equal=True, numel=0)
+    a, b = original.detach().to(torch.float64), converted.detach().to(torch.float64)
+    finite = torch.isfinite(a)
+    if not bool(torch.equal(finite, torch.isfinite(b))) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+        return MISMATCH
+    a, b = a[finite], b[finite]
+    difference = (a - b).abs()
+    worst, noise, signal = (float(t) for t in (_max(difference), difference.pow(2).sum(), a.pow(2).sum()))
+    peak = float(_max(a.abs()))
+    if worst == 0.0:
+        return Figures(math.inf, 0.0, bit_equal=original.dtype == converted.dtype, numel=original.numel())
+    sqnr = 10 * math.log10(signal / noise) if signal > 0 else -math.inf
+    return Figures(sqnr, worst / peak if peak > 0 else math.inf, bit_equal=False, numel=original.numel())
+
+
+def _max(values: torch.Tensor) -> torch.Tensor:
+    return values.max() if values.numel() else torch.zeros(())
+
+
+def worst_of(figures: Iterable[tuple[str, Figures]]) -> tuple[str, Figures]:
+    """The entry with the lowest SQNR (largest relative error among equals); a perfect entry when there is none."""
+    entries = list(figures)
+    if not entries:
+        return "", Figures(math.inf, 0.0, bit_equal=True, numel=0)
+    name, worst = min(entries, key=lambda entry: (entry[1].sqnr_db, -entry[1].max_rel))
+    return name, Figures(
+        worst.sqnr_db,
+        max(f.max_rel for _, f in entries),
+        bit_equal=all(f.bit_equal for _, f in entries),
+        numel=sum(f.numel for _, f in entries),
+    )
+
+
+def compare_outputs(original: Outputs, converted: Outputs) -> tuple[str, Figures]:
+    """The worst output of two runs, by path."""
+    if [path for path, _ in original] != [path for path, _ in converted]:
+        return "the outputs have another structure", MISMATCH
+    return worst_of((path, compare(a, b)) for (path, a), (_, b) in zip(original, converted, strict=True))
+
+
+def error_ratio(reference: Outputs, original: Outputs, converted: Outputs, dtype: torch.dtype) -> tuple[float, int]:
+    """(rms error of the converted run over the original's, elements), both against the float32 reference.
+
+    Each floating output is scaled by the reference's rms first.  The original's error counts at least as one rounding of the exact
+    result, so that an original that happens to be exact does not forbid a correctly rounded result.
+    """
+    own, other, numel = 0.0, 0.0, 0
+    for (_, exact), (_, a), (_, b) in zip(reference, original, converted, strict=True):
+        if not exact.is_floating_point() or exact.shape != b.shape or exact.shape != a.shape:
+            continue
+        exact, a, b = (t.detach().to(torch.float64) for t in (exact, a, b))
+        finite = torch.isfinite(exact) & torch.isfinite(a) & torch.isfinite(b)
+        scale = float(exact[finite].pow(2).mean().sqrt()) if bool(finite.any()) else 0.0
+        if scale == 0.0:
+            continue
+        own += float(((a - exact)[finite] / scale).pow(2).sum())
+        other += float(((b - exact)[finite] / scale).pow(2).sum())
+        numel += int(finite.sum())
+    if numel == 0:
+        return 1.0, 0
+    own_rms, other_rms = math.sqrt(own / numel), math.sqrt(other / numel)
+    return other_rms / max(own_rms, rounding_floor(dtype)), numel

@@ -1,0 +1,216 @@
+"""The gate: compare, put failing sites back, compare again.  A bound is never loosened to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from te_convert.capture.run import describe_error
+from te_convert.capture.tensors import model_device
+from te_convert.rewrite.apply import Applied
+from te_convert.verify.compare import MISMATCH, compare_outputs, error_ratio
+from te_convert.verify.isolate import SiteRecorder, as_original, observed, random_site_parity
+from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
+from te_convert.verify.reference import Expected, Reference
+from te_convert.verify.run import Setting, prepared, run
+from te_convert.verify.tolerance import judge_float32, judge_float64, judge_ratio
+
+_MAX_SEARCHES = 16
+Progress = Callable[[int, int], None]
+OriginalRun = Callable[[Expected, torch.dtype], "Expected | None"]
+
+
+@dataclass
+class _State:
+    applied: Applied
+    reference: Reference
+    recorder: SiteRecorder = field(default_factory=SiteRecorder)
+    sites: dict[str, SiteParity] = field(default_factory=dict)
+    reverted: list[RevertedSite] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def verify_applied(applied: Applied, reference: Reference, revert: bool = True, progress: Progress | None = None) -> Parity:
+    """Compare a rewritten model with the original's recorded results.
+
+    Args:
+        applied: the rewrite; with ``revert`` its failing sites are undone.
+        reference: what the original computed.
+        revert: put failing sites back and try again; False only reports.
+        progress: called with (done, total) runs.
+
+    Returns:
+        The verdict on what is left in ``applied.model``.
+    """
+    state = _State(applied, reference, notes=list(reference.notes))
+    _isolate(state)
+    if revert:
+        _revert_failing_sites(state)
+    scenarios = _compare_all(state, progress)
+    for _ in range(_MAX_SEARCHES):
+        if not revert or not applied.sites or all(s.passed for s in scenarios):
+            break
+        _revert_culprit(state, scenarios)
+        scenarios = _compare_all(state, None)
+    if revert and not all(s.passed for s in scenarios) and applied.sites:
+        _revert_everything(state, scenarios)
+        scenarios = _compare_all(state, None)
+    return _parity(state, scenarios)
+
+
+def _parity(state: _State, scenarios: list[ScenarioParity]) -> Parity:
+    sites = tuple(site for fqn, site in state.sites.items() if fqn in state.applied.sites)
+    ok = all(s.passed for s in scenarios) and all(site.passed for site in sites)
+    status = "failed" if not ok else "passed" if scenarios else "sites-only" if sites else "not-verified"
+    return Parity(
+        status=status,
+        backend=state.applied.backend,
+        device=model_device(state.applied.model).type,
+        scenarios=tuple(scenarios),
+        sites=sites,
+        reverted=tuple(state.reverted),
+        executed={fqn: state.recorder.calls.get(fqn, 0) for fqn in state.applied.sites},
+        notes=tuple(dict.fromkeys(state.notes)),
+    )
+
+
+# ---- each site alone -------------------------------------------------------------------------------------------------
+def _isolate(state: _State) -> None:
+    """Compare every site on the inputs of the perturbed runs; sites that no run reached get random input."""
+    sites, recorder = state.applied.sites, state.recorder
+    if not sites:
+        return
+    runs = [r for r in state.reference.runs if r.setting.perturb] or state.reference.runs
+    for expected in runs[:2]:
+        with prepared(state.applied.model, expected.scenario, expected.setting) as ready, observed(sites, recorder):
+            try:
+                ready.call(state.applied.model)
+            except Exception as error:
+                state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
+    for fqn, site in sites.items():
+        if fqn in recorder.figures:
+            state.sites[fqn] = recorder.verdict(fqn, site)
+        else:
+            state.sites[fqn] = random_site_parity(fqn, site, None)
+
+
+def _revert_failing_sites(state: _State) -> None:
+    for fqn, site in list(state.sites.items()):
+        if not site.passed and fqn in state.applied.sites:
+            detail = state.recorder.errors.get(fqn) or f"{site.bound} missed"
+            _put_back(state, fqn, f"alone: {detail}")
+
+
+def _put_back(state: _State, fqn: str, why: str) -> None:
+    state.applied.undo(fqn)
+    parity = state.sites.get(fqn)
+    state.reverted.append(RevertedSite(fqn, why, parity.figures if parity is not None else None))
+
+
+# ---- the whole model -------------------------------------------------------------------------------------------------
+def _compare_all(state: _State, progress: Progress | None) -> list[ScenarioParity]:
+    if not state.reference.reproducible:
+        return []
+    results = []
+    for index, expected in enumerate(state.reference.runs):
+        results += _compare_one(state, expected)
+        if progress is not None:
+            progress(index + 1, len(state.reference.runs))
+    return results
+
+
+def _compare_one(state: _State, expected: Expected) -> list[ScenarioParity]:
+    """float32: one comparison.  Low precision: the mapping in float32 (twins only), and the error ratio."""
+    model, low = state.applied.model, state.reference.low
+    try:
+        outputs = run(model, expected.scenario, expected.setting)
+        if low is None:
+            return [_judge_exact(state, expected, outputs, "float32")]
+        results = []
+        if expected.exact is not None:
+            results.append(_judge_low(expected, outputs, low))
+            if state.applied.backend == "reference":
+                wide = run(model, expected.scenario, Setting(expected.setting.perturb, torch.float32))
+                exact = Expected(expected.scenario, Setting(expected.setting.perturb, torch.float32), expected.exact)
+                results.append(_judge_exact(state, exact, wide, "float32"))
+        return results or [_judge_exact(state, expected, outputs, str(low).removeprefix("torch."))]
+    except Exception as error:
+        state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
+        return [ScenarioParity(expected.scenario.name, "", expected.setting.perturb, MISMATCH, None, "must run", passed=False)]
+
+
+def _judge_exact(state: _State, expected: Expected, outputs: list[tuple[str, torch.Tensor]], dtype: str) -> ScenarioParity:
+    path, figures = compare_outputs(expected.outputs, outputs)
+    verdict = judge_float32(figures)
+    found = ScenarioParity(
+        expected.scenario.name, dtype, expected.setting.perturb, figures, None, verdict.bound, verdict.passed, path
+    )
+    if verdict.passed or state.applied.backend != "reference" or figures is MISMATCH:
+        return found
+    return _recheck_in_float64(state, expected, found)
+
+
+def _recheck_in_float64(state: _State, expected: Expected, missed: ScenarioParity) -> ScenarioParity:
+    """A missed float32 bound is rounding exactly when the difference vanishes in float64; otherwise it stands."""
+    model, setting = state.applied.model, Setting(expected.setting.perturb, torch.float64)
+    try:
+        with as_original(list(state.applied.sites.values())):
+            original = run(model, expected.scenario, setting)
+        path, figures = compare_outputs(original, run(model, expected.scenario, setting))
+    except Exception as error:
+        state.notes.append(f"{missed.name}: no float64 run to tell rounding from error: {describe_error(error)}")
+        return missed
+    verdict = judge_float64(figures)
+    if not verdict.passed:
+        return missed
+    state.notes.append(
+        f"{missed.name}: float32 SQNR {missed.figures.sqnr_db:.1f} dB (max rel {missed.figures.max_rel:.1e}) is rounding; "
+        f"in float64 the two agree to {figures.sqnr_db:.0f} dB"
+    )
+    return ScenarioParity(missed.name, "float64", missed.perturbed, figures, None, verdict.bound, passed=True, output=path)
+
+
+def _judge_low(expected: Expected, outputs: list[tuple[str, torch.Tensor]], low: torch.dtype) -> ScenarioParity:
+    assert expected.exact is not None
+    path, figures = compare_outputs(expected.outputs, outputs)
+    ratio, numel = error_ratio(expected.exact, expected.outputs, outputs, low)
+    verdict = judge_ratio(ratio, numel)
+    passed = verdict.passed and figures is not MISMATCH
+    dtype = str(low).removeprefix("torch.")
+    return ScenarioParity(expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, verdict.bound, passed, path)
+
+
+# ---- which site is it? -----------------------------------------------------------------------------------------------
+def _failing(state: _State, scenarios: list[ScenarioParity]) -> Expected:
+    names = {(s.name, s.perturbed) for s in scenarios if not s.passed}
+    return next(r for r in state.reference.runs if (r.scenario.name, r.setting.perturb) in names)
+
+
+def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
+    """Find the first site (in module order) that makes the model fail, by bisection over prefixes, and put it back."""
+    expected, names = _failing(state, scenarios), list(state.applied.sites)
+
+    def passes(prefix: int) -> bool:
+        others = [state.applied.sites[name] for name in names[prefix:]]
+        with as_original(others):
+            return all(s.passed for s in _compare_one(state, expected))
+
+    if not passes(0):  # not one site's numbers: something about the replacement itself
+        _revert_everything(state, scenarios)
+        return
+    low, high = 0, len(names)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    failed = next(s for s in scenarios if not s.passed)
+    _put_back(state, names[high - 1], f"first diverging site of {failed.name}: SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}")
+
+
+def _revert_everything(state: _State, scenarios: list[ScenarioParity]) -> None:
+    failed = next((s for s in scenarios if not s.passed), None)
+    figures = "" if failed is None else f": {failed.name} has SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}"
+    for fqn in list(state.applied.sites):
+        _put_back(state, fqn, f"the model as a whole failed and no single site explains it{figures}")

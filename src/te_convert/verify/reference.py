@@ -1,0 +1,136 @@
+"""What the original model computes, recorded before the rewrite so that the original need not be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from te_convert.capture.run import describe_error, other_mode
+from te_convert.capture.scenario import Scenario
+from te_convert.verify.compare import Outputs, compare_outputs
+from te_convert.verify.model import Figures
+from te_convert.verify.run import Setting, in_eval, run
+from te_convert.verify.variants import other_values, shape_variants
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One run of the original and how it was made."""
+
+    scenario: Scenario
+    setting: Setting
+    outputs: Outputs
+    exact: Outputs | None = None
+
+
+@dataclass
+class Reference:
+    """The original's results.
+
+    Attributes:
+        runs: what the converted model must reproduce.
+        reproduces: figures of the original against itself; bit-equal for nearly all models.
+        low: the low-precision dtype of the model, or None.
+        notes: what could not be run or proves little.
+    """
+
+    runs: list[Expected] = field(default_factory=list)
+    reproduces: Figures | None = None
+    low: torch.dtype | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def reproducible(self) -> bool:
+        """True when two runs of the original agree bit for bit."""
+        return self.reproduces is not None and self.reproduces.bit_equal
+
+
+def low_precision_dtype(model: nn.Module) -> torch.dtype | None:
+    """bf16 or fp16 when any parameter has it, else None."""
+    return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in _LOW), None)
+
+
+def record_reference(model: nn.Module, scenarios: Sequence[Scenario]) -> Reference:
+    """Run the original in every scenario, perturbed and not, at other shapes, and twice to see whether it reproduces itself.
+
+    Never raises for a scenario that does not run; the notes then say so.
+    """
+    reference = Reference(low=low_precision_dtype(model))
+    for index, scenario in enumerate(map(in_eval, scenarios)):
+        plain = _try(model, scenario, Setting(), reference)
+        if plain is None:
+            continue
+        reference.runs.append(plain)
+        if index == 0:
+            _check_original(model, plain, reference)
+        _add(model, scenario, reference, plain=plain)
+        for variant in shape_variants(scenario):
+            _add(model, variant, reference)
+        if index == 0 and reference.reproducible:
+            _add_train(model, other_mode(scenario, training=True), reference)
+    return reference
+
+
+def _add(model: nn.Module, scenario: Scenario, reference: Reference, plain: Expected | None = None) -> None:
+    """One perturbed run; without the perturbation (``plain``, if it was made already) when that makes the original non-finite."""
+    found = _try(model, scenario, Setting(perturb=True), reference, quiet=plain is None)
+    if found is not None and not _finite(found.outputs):
+        reference.notes.append(f"{scenario.name}: not finite with perturbed parameters, compared without perturbation")
+        found = None if plain is not None else _try(model, scenario, Setting(), reference, quiet=True)
+    if found is not None:
+        reference.runs.append(found)
+
+
+def _add_train(model: nn.Module, scenario: Scenario, reference: Reference) -> None:
+    """Train mode under the same seed, where the original reproduces itself there (dropout draws the same numbers)."""
+    found = _try(model, scenario, Setting(perturb=True), reference, quiet=True)
+    again = _try(model, scenario, Setting(perturb=True), reference, quiet=True) if found is not None else None
+    if found is not None and again is not None and compare_outputs(found.outputs, again.outputs)[1].bit_equal:
+        reference.runs.append(found)
+
+
+def _try(model: nn.Module, scenario: Scenario, setting: Setting, reference: Reference, quiet: bool = False) -> Expected | None:
+    try:
+        outputs = run(model, scenario, setting)
+    except Exception as error:
+        if not quiet:
+            reference.notes.append(f"{scenario.name}: the original did not run: {describe_error(error)}")
+        return None
+    if not outputs:
+        reference.notes.append(f"{scenario.name}: the model returned no tensor")
+        return None
+    exact = None
+    if reference.low is not None:
+        try:
+            exact = run(model, scenario, Setting(setting.perturb, torch.float32))
+        except Exception as error:
+            reference.notes.append(f"{scenario.name}: no float32 result of the original: {describe_error(error)}")
+    return Expected(scenario, setting, outputs, exact)
+
+
+def _finite(outputs: Outputs) -> bool:
+    return any(bool(torch.isfinite(t).any()) for _, t in outputs if t.is_floating_point()) or not any(
+        t.is_floating_point() for _, t in outputs
+    )
+
+
+def _check_original(model: nn.Module, first: Expected, reference: Reference) -> None:
+    """Does the original reproduce itself, and does its output depend on its input?"""
+    again = run(model, first.scenario, first.setting)
+    reference.reproduces = compare_outputs(first.outputs, again)[1]
+    if not reference.reproduces.bit_equal:
+        reference.notes.append(
+            f"the original does not reproduce itself under a fixed seed (SQNR {reference.reproduces.sqnr_db:.0f} dB between two runs): "
+            "whole-model parity cannot be judged, each site was compared alone"
+        )
+    try:
+        other = run(model, other_values(first.scenario), first.setting)
+    except Exception:  # values that the model does not take say nothing
+        return
+    if compare_outputs(first.outputs, other)[1].bit_equal:
+        reference.notes.append("the output does not depend on the input values, so whole-model parity proves little")

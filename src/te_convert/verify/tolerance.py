@@ -1,0 +1,58 @@
+"""Every bound of a parity check, with its source.  Nothing else in the package decides what is close enough."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from te_convert.verify.model import Figures
+
+SQNR_DB_FLOAT32 = 90.0
+"""Model and site outputs in float32.  Rounding alone gives 100 to 150 dB on whole models; a lost bias or a wrong eps costs far more."""
+
+MAX_REL_FLOAT32 = 2e-5
+"""max|a − b| / max|a| in float32.  The worst of 286 architectures under the same kind of rewrite was 2.3e-6."""
+
+SQNR_DB_FLOAT64 = 200.0
+"""When float32 misses its bound, both sides run in float64: a rounding difference shrinks to about 300 dB, a wrong value stays."""
+
+ERROR_RATIO = 1.25
+"""Low precision: rms error against the float32 original, converted over original.  1.0 means as accurate as the original."""
+
+_SMALL = 4096
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a bound held, and the bound in words."""
+
+    passed: bool
+    bound: str
+
+
+def judge_float32(figures: Figures) -> Verdict:
+    """float32 against float32."""
+    passed = figures.bit_equal or (figures.sqnr_db >= SQNR_DB_FLOAT32 and figures.max_rel <= MAX_REL_FLOAT32)
+    return Verdict(passed, f"SQNR >= {SQNR_DB_FLOAT32:g} dB and max rel <= {MAX_REL_FLOAT32:g}")
+
+
+def judge_float64(figures: Figures) -> Verdict:
+    """float64 against float64, to tell rounding from error."""
+    return Verdict(figures.bit_equal or figures.sqnr_db >= SQNR_DB_FLOAT64, f"SQNR >= {SQNR_DB_FLOAT64:g} dB in float64")
+
+
+def judge_ratio(ratio: float, numel: int) -> Verdict:
+    """Low precision by error ratio; the bound widens for few elements, where the ratio of two rms values is noisy.
+
+    The relative spread of an rms over n independent errors is 1/sqrt(2n); 8/sqrt(n) leaves more than five of them for both sides.
+    """
+    slack = 8 / math.sqrt(max(numel, 1)) - 8 / math.sqrt(_SMALL) if numel < _SMALL else 0.0
+    bound = ERROR_RATIO * (1 + slack)
+    return Verdict(ratio <= bound, f"error ratio <= {bound:.3g}")
+
+
+def rounding_floor(dtype: torch.dtype) -> float:
+    """rms relative error of rounding an exact result once: unit roundoff / sqrt(3) (uniform error within half an ulp)."""
+    return torch.finfo(dtype).eps / 2 / math.sqrt(3)

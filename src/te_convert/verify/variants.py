@@ -1,0 +1,58 @@
+"""Other shapes and values from the example inputs, so that parity is not judged at one shape alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from te_convert.capture.scenario import Scenario
+
+_Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def shape_variants(scenario: Scenario) -> list[Scenario]:
+    """The scenario with a doubled batch, and with a shorter sequence where the inputs look like sequences.
+
+    The new batch rows hold other values (the old ones rolled).  Whether the model takes a variant is for the caller to try.
+    """
+    tensors = [t for t in tree_leaves((scenario.args, scenario.kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
+    if not tensors:
+        return []
+    batch = tensors[0].shape[0]
+    variants = [_changed(scenario, "batch doubled", lambda t: _double(t) if t.dim() and t.shape[0] == batch else t)]
+    length = tensors[0].shape[1] if tensors[0].dim() in (2, 3) else 0
+    if length > 2:
+        half = length // 2
+        variants.append(
+            _changed(scenario, "shorter", lambda t: t[:, :half] if t.dim() in (2, 3) and t.shape[1] == length else t)
+        )
+    return variants
+
+
+def other_values(scenario: Scenario) -> Scenario:
+    """The same shapes with other values: integers rolled along the last dimension, floats shifted by seeded noise."""
+    generator = torch.Generator().manual_seed(1)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            return tensor + noise
+        return tensor.roll(1, -1) if tensor.dim() else tensor
+
+    return _changed(scenario, "other values", change)
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor.roll(1, -1)])
+
+
+def _changed(scenario: Scenario, what: str, change: _Change) -> Scenario:
+    def one(value: Any) -> Any:
+        return change(value.detach()) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = tree_map(one, (scenario.args, scenario.kwargs))
+    return replace(scenario, name=f"{scenario.name}[{what}]", args=args, kwargs=kwargs)

@@ -48,6 +48,7 @@ from te_convert.verify.reference import Reference, record_reference
 
 __all__ = [
     "Check",
+    "OpenedModel",
     "Parity",
     "Plan",
     "Report",
@@ -158,7 +159,9 @@ def convert(
     )
     _check_model(model)
     if is_meta(model):
-        raise InputError("the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan")
+        raise InputError(
+            "the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan"
+        )
     result = _Conversion(model, config, normalize_inputs(example_inputs)).run()
     if strict:
         _demand_everything(result)
@@ -272,7 +275,7 @@ def observe(
         notes.append(
             f"no example inputs were given; used {derived.derived}"
             if derived is not None
-            else "no example inputs were given and none could be derived: modules were judged by what they are, not by how they are used"
+            else "no example inputs were given and none could be derived: modules were judged by what they are, not by their use"
         )
     runs = [*scenarios, *(other_mode(s, training=not model.training) for s in scenarios[:1])]
     captured = capture(model, runs, LeafPolicy(), lambda a, b: config.report_progress("capture", a, b))
@@ -321,7 +324,9 @@ def _warnings(plan: Plan, parity: Parity) -> tuple[str, ...]:
 def _demand_everything(result: Result) -> None:
     parity = result.report.parity
     if parity.reverted:
-        raise ConversionError(f"{len(parity.reverted)} sites failed parity: {parity.reverted[0].fqn}", "see the report without strict")
+        raise ConversionError(
+            f"{len(parity.reverted)} sites failed parity: {parity.reverted[0].fqn}", "see the report without strict"
+        )
     if result.plan.converting and not parity.passed:
         raise ConversionError(f"the conversion is not verified (parity: {parity.status})", "pass example_inputs, or drop strict")
     if not result.plan.converting:
@@ -449,5 +454,3 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     from te_convert.replacements.recipes import recipe_autocast
 
     return recipe_autocast(plan.recipe)
-
-

@@ -178,7 +178,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.NORM_ROUNDING: ReasonInfo(
         _A,
-        "TE computes the norm in float32 and rounds once; the original rounds earlier, so low-precision outputs differ by one rounding.",
+        "TE computes the norm in float32 and rounds once; the original rounds earlier, so low-precision outputs differ slightly.",
         "nothing to do; parity is judged against the float32 original",
     ),
     ReasonCode.MODULE_SHARED_READ: ReasonInfo(
@@ -187,6 +187,9 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         "nothing to do",
     ),
 }
+
+
+_ADVICE_CODES = frozenset(code.value for code, info in REASONS.items() if info.severity is Severity.ADVICE)
 
 
 class Reason(NamedTuple):
@@ -204,8 +207,8 @@ class Reason(NamedTuple):
 
     @property
     def is_advice(self) -> bool:
-        """True when the reason did not stop the conversion."""
-        return REASONS[ReasonCode(self.code)].severity is Severity.ADVICE
+        """True when the reason did not stop the conversion; a code that this version does not know is a refusal."""
+        return self.code in _ADVICE_CODES
 
 
 def reason(code: ReasonCode, detail: str, hint: str | None = None) -> Reason:

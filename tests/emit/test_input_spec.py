@@ -13,9 +13,7 @@ from te_convert.errors import InputError
 
 
 def test_named_and_positional() -> None:
-    args, kwargs = parse_inputs(
-        ["input_ids:int64[2,128]:0..30522; mask : bool [2, 128]", "float32[2,3]", "x:bfloat16[4]:-1..1.5"]
-    )
+    args, kwargs = parse_inputs(["input_ids:int64[2,128]:0..30522; mask : bool [2, 128]", "float32[2,3]", "x:bfloat16[4]:-1..1.5"])
     ids = kwargs["input_ids"]
     assert (ids.dtype, ids.shape) == (torch.int64, (2, 128))
     assert ids.min() >= 0

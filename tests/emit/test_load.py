@@ -179,9 +179,7 @@ def test_device(written: tuple[nn.Module, Path]) -> None:
 
 def test_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0, eos_token_id=1
-    )
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0, eos_token_id=1)
     model = transformers.GPT2LMHeadModel(config).eval()
     model.generation_config.max_new_tokens = 3
     model.set_attn_implementation("eager")
@@ -349,9 +347,7 @@ def test_shards_that_are_not_listed(tmp_path: Path) -> None:
 def test_the_module_of_another_directory_is_not_taken(tmp_path: Path) -> None:
     for folder, size in (("one", 3), ("two", 5)):
         write_source(tmp_path / folder, f"N = {size}", "sizes_of_net.py")
-        path = write_source(
-            tmp_path / folder, "import sizes_of_net\nfrom torch import nn\nmodel = nn.Linear(sizes_of_net.N, 2)"
-        )
+        path = write_source(tmp_path / folder, "import sizes_of_net\nfrom torch import nn\nmodel = nn.Linear(sizes_of_net.N, 2)")
         convert_file(path, tmp_path / f"{folder}_te")
     loaded = [load_directory(tmp_path / f"{folder}_te") for folder in ("one", "two", "one")]
     assert [next(model.parameters()).shape[1] for model in loaded] == [3, 5, 3]

@@ -65,9 +65,7 @@ def test_entries(tmp_path: Path, text: str, name: str | None, entry: str) -> Non
 
 
 def test_prints_go_to_stderr_and_the_process_is_left_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (
-        HEAD + "import sys\nprint('importing', sys.argv)\ndef build_model():\n  print('building')\n  return nn.Linear(2, 2)\n"
-    )
+    text = HEAD + "import sys\nprint('importing', sys.argv)\ndef build_model():\n  print('building')\n  return nn.Linear(2, 2)\n"
     before = (list(sys.path), list(sys.argv), list(sys.meta_path))
     open_source(str(write_source(tmp_path, text)))
     out, err = capsys.readouterr()

@@ -278,9 +278,7 @@ def test_one_rank_is_enough() -> None:
 
 
 def test_output_dtype_is_seen() -> None:
-    assert probe_norm(Formula(lambda x, a: rms(x.float()) * a.float())) == norm(
-        "RMSNorm", 24, 1e-6, weight="a", keeps_dtype=False
-    )
+    assert probe_norm(Formula(lambda x, a: rms(x.float()) * a.float())) == norm("RMSNorm", 24, 1e-6, weight="a", keeps_dtype=False)
 
 
 def test_low_precision_that_raises_is_unknown() -> None:

@@ -128,9 +128,7 @@ def refusals() -> Report:
         notes=("torch.compile hides what runs inside `core`.",),
     )
     parity = Parity("passed", "te", "cuda", sites=(site_parity("blocks.0.fc"),), executed={"blocks.0.fc": 4}, notes=("1 run.",))
-    return report_of(
-        plan, parity, warnings=("The head was excluded.",), backend_reason="asked for", timings_s={"capture": 0.42}
-    )
+    return report_of(plan, parity, warnings=("The head was excluded.",), backend_reason="asked for", timings_s={"capture": 0.42})
 
 
 def nothing() -> Report:

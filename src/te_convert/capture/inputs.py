@@ -87,7 +87,12 @@ def _transformers_candidates(model: nn.Module) -> Iterator[tuple[str, Any]]:
     ids = _ids(min(_config_value(config, "vocab_size", default=32), 1000))
     image = _config_value(config, "image_size", default=224)
     pixels = _floats(model, _BATCH, _config_value(config, "num_channels", default=3), image, image)
-    mels = _floats(model, _BATCH, _config_value(config, "num_mel_bins", default=80), _config_value(config, "max_source_positions", default=8) * 2)
+    mels = _floats(
+        model,
+        _BATCH,
+        _config_value(config, "num_mel_bins", default=80),
+        _config_value(config, "max_source_positions", default=8) * 2,
+    )
     source = "the Transformers config"
     if name == "pixel_values":
         yield source, {"pixel_values": pixels}

@@ -19,13 +19,13 @@ _CONTAINERS = (dict, list, set)
 @contextmanager
 def preserve_rng() -> Iterator[None]:
     """Restore the random states of Python, numpy, torch's CPU and (if in use) CUDA generators."""
-    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     try:
         yield
     finally:
         random.setstate(python)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        np.random.set_state(numpy_state)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
@@ -34,7 +34,7 @@ def preserve_rng() -> Iterator[None]:
 def seed_all(seed: int) -> None:
     """Seed every generator that a forward pass may read (Transformers' SpecAugment uses numpy's)."""
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002
+    np.random.seed(seed)
     torch.manual_seed(seed)
 
 
@@ -66,7 +66,7 @@ class _ModuleState:
 
 def _restore_container(container: Any, saved: Any) -> None:
     if isinstance(container, list):
-        if len(container) != len(saved) or any(a is not b for a, b in zip(container, saved)):
+        if len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
             container[:] = saved
     elif isinstance(container, set):
         if container != saved:

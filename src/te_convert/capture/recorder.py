@@ -275,9 +275,10 @@ class Recorder:
     @staticmethod
     def _storage(tensor: torch.Tensor) -> int | None:
         try:
-            return tensor.untyped_storage()._cdata
+            key: int = tensor.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):
             return None
+        return key
 
     def _bind(self, output: Any, node: fx.Node) -> None:
         if not isinstance(output, torch.Tensor):

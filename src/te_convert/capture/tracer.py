@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -35,8 +35,8 @@ class _RecordMode(TorchFunctionMode):
         return self.recorder.function_call(func, args, kwargs or {})
 
 
-def _current() -> Optional[Recorder]:
-    recorder: Optional[Recorder] = getattr(_ACTIVE, "recorder", None)
+def _current() -> Recorder | None:
+    recorder: Recorder | None = getattr(_ACTIVE, "recorder", None)
     return recorder
 
 
@@ -59,14 +59,14 @@ def _patched(recorder: Recorder) -> Iterator[None]:
             return original(*args, **kwargs) if active is None else active.autograd_function(cls, original, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+        torch.autograd.Function.apply = classmethod(apply)
         _ACTIVE.recorder = recorder
         try:
             yield
         finally:
             _ACTIVE.recorder = None
             nn.Module.__call__ = module_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+            torch.autograd.Function.apply = function_apply
 
 
 class ConcreteTracer(fx.Tracer):
@@ -84,7 +84,7 @@ class ConcreteTracer(fx.Tracer):
         """True when the module becomes one ``call_module`` node."""
         return self._leaf(m)
 
-    def trace(self, root: Any, concrete_args: Optional[dict[str, Any]] = None) -> fx.Graph:
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """Record one run of ``root(**concrete_args)`` and return its graph.
 
         Raises:
@@ -94,7 +94,7 @@ class ConcreteTracer(fx.Tracer):
             raise TypeError(f"ConcreteTracer traces nn.Module, got {type(root).__name__}")
         return self.record(root, Scenario("inputs", (), concrete_args or {})).graph
 
-    def record(self, model: nn.Module, scenario: Scenario, fake: Optional[dict[str, torch.Tensor]] = None) -> Recording:
+    def record(self, model: nn.Module, scenario: Scenario, fake: dict[str, torch.Tensor] | None = None) -> Recording:
         """Record one scenario; see :class:`~te_convert.capture.graph.Recording`.
 
         Args:
@@ -108,8 +108,5 @@ class ConcreteTracer(fx.Tracer):
         recorder = Recorder(model, self._leaf, fake)
         args, kwargs = recorder.begin(scenario)
         with torch.no_grad(), _patched(recorder), _RecordMode(recorder):
-            if fake is None:
-                output = model(*args, **kwargs)
-            else:
-                output = torch.func.functional_call(model, fake, args, kwargs)
+            output = model(*args, **kwargs) if fake is None else torch.func.functional_call(model, fake, args, kwargs)
         return recorder.finish(scenario, output)

@@ -12,9 +12,7 @@ import torch
 
 from te_convert.errors import InputError
 
-FORM = (
-    "write name:dtype[sizes]:low..high, for instance input_ids:int64[2,128]:0..30522, x:float32[2,16] or float32[2,3,224,224]"
-)
+FORM = "write name:dtype[sizes]:low..high, for instance input_ids:int64[2,128]:0..30522, x:float32[2,16] or float32[2,3,224,224]"
 _FLOATS = ("float32", "float64", "float16", "bfloat16")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _DTYPES = (*_FLOATS, *_INTEGERS, "bool")
@@ -137,18 +135,14 @@ def _parse_range(text: str, dtype: str, whole: str) -> tuple[float, float]:
         raise InputError(f"input {whole!r}: {text!r} is not a range low..high", FORM)
     low, high = (_parse_end(end.strip(), dtype, whole) for end in ends)
     if low >= high:
-        raise InputError(
-            f"input {whole!r}: the range {text} is empty", "give a low end below the high end (which is exclusive)"
-        )
+        raise InputError(f"input {whole!r}: the range {text} is empty", "give a low end below the high end (which is exclusive)")
     limits: torch.iinfo | torch.finfo
     if dtype in _INTEGERS:
         limits, last = torch.iinfo(getattr(torch, dtype)), high - 1
     else:
         limits, last = torch.finfo(getattr(torch, dtype)), max(high, high - low)
     if low < limits.min or last > limits.max:
-        raise InputError(
-            f"input {whole!r}: the range {text} does not fit {dtype}", f"{dtype} holds {limits.min} to {limits.max}"
-        )
+        raise InputError(f"input {whole!r}: the range {text} does not fit {dtype}", f"{dtype} holds {limits.min} to {limits.max}")
     return low, high
 
 

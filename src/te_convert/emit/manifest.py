@@ -119,9 +119,7 @@ def read_manifest(directory: Path) -> Manifest:
         raise LoadError(f"{directory} {state}", "give a directory that te_convert wrote")
     path = directory / MANIFEST
     if path.is_symlink() or not path.is_file():
-        raise LoadError(
-            f"{directory} is not a converted directory: it has no {MANIFEST}", "give a directory that te_convert wrote"
-        )
+        raise LoadError(f"{directory} is not a converted directory: it has no {MANIFEST}", "give a directory that te_convert wrote")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -77,9 +77,7 @@ def rebuild_transformers(source: ModelSource, directory: Path) -> nn.Module:
                 generation = transformers.GenerationConfig.from_pretrained(str(directory), local_files_only=True)
                 model.generation_config = generation
     except Exception as error:
-        raise InputError(
-            f"{source.entry} from config.json: {type(error).__name__}: {one_line(error)}", _VERSION_HINT
-        ) from error
+        raise InputError(f"{source.entry} from config.json: {type(error).__name__}: {one_line(error)}", _VERSION_HINT) from error
     return model.eval()
 
 
@@ -90,9 +88,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise EnvironmentLacksError(
-            f"Transformers cannot be imported: {one_line(error)}", "pip install transformers"
-        ) from error
+        raise EnvironmentLacksError(f"Transformers cannot be imported: {one_line(error)}", "pip install transformers") from error
     return transformers
 
 
@@ -128,9 +124,7 @@ def _check_weights(path: Path) -> None:
             f"{path} holds its weights in a pickle ({pickles[0]}), which is not read",
             "save the model again with save_pretrained(safe_serialization=True)",
         )
-    raise InputError(
-        f"{path} has config.json but no model.safetensors", "download the weights, or give file.py with build_model()"
-    )
+    raise InputError(f"{path} has config.json but no model.safetensors", "download the weights, or give file.py with build_model()")
 
 
 def _architecture(transformers: Any, config: dict[str, Any], path: Path) -> Any:
@@ -151,9 +145,7 @@ def _architecture(transformers: Any, config: dict[str, Any], path: Path) -> Any:
 def _class(transformers: Any, name: str) -> Any:
     cls = getattr(transformers, name, None)
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
-        raise InputError(
-            f"Transformers {transformers.__version__} has no model class {name!r}", "install a version that has it"
-        )
+        raise InputError(f"Transformers {transformers.__version__} has no model class {name!r}", "install a version that has it")
     return cls
 
 

@@ -44,9 +44,7 @@ class _DirectoryFinder(MetaPathFinder):
     def __init__(self, directory: Path) -> None:
         self.directory = str(directory)
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """The spec of a source file of the directory, or None."""
         entries = [self.directory] if path is None else [entry for entry in path if _is_below(entry, self.directory)]
         for entry in entries:

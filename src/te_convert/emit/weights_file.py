@@ -71,18 +71,14 @@ def _read(file: Path) -> OrderedDict[str, torch.Tensor]:
             ) from error
     if file.suffix in _PICKLES:
         return _read_pickle(file)
-    raise InputError(
-        f"{file} is not a weights file that is known", "give .safetensors, .safetensors.index.json, .pt, .pth or .bin"
-    )
+    raise InputError(f"{file} is not a weights file that is known", "give .safetensors, .safetensors.index.json, .pt, .pth or .bin")
 
 
 def _read_index(file: Path) -> OrderedDict[str, torch.Tensor]:
     try:
         names = sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{file} is not an index of shards: {one_line(error)}", 'it needs {"weight_map": {key: file}}'
-        ) from error
+        raise InputError(f"{file} is not an index of shards: {one_line(error)}", 'it needs {"weight_map": {key: file}}') from error
     tensors: OrderedDict[str, torch.Tensor] = OrderedDict()
     for name in names:
         if not is_safe_name(name):

@@ -123,9 +123,7 @@ def write_directory(
     return Path(out)
 
 
-def _write_all(
-    directory: Path, model: nn.Module, plan: Plan, report: ReportLike, source: ModelSource, shard_bytes: int
-) -> None:
+def _write_all(directory: Path, model: nn.Module, plan: Plan, report: ReportLike, source: ModelSource, shard_bytes: int) -> None:
     """Write every file into a new directory, the manifest last, and flush it."""
     slots = find_slots(model)
     public = public_names(model, slots)

@@ -266,9 +266,7 @@ class _Probe:
         error = relative_error(y, _affine(core, facts, weight.double(), bias.double()))
         if error > _TOLERANCE:
             where = f"inputs up to {float(x.abs().max()):.1e}" + (" in training mode" if training else "")
-            raise ProbeError(
-                f"it differs from {facts.kind}(eps={facts.eps:.3g}) by {error:.1e} of the largest value for {where}"
-            )
+            raise ProbeError(f"it differs from {facts.kind}(eps={facts.eps:.3g}) by {error:.1e} of the largest value for {where}")
 
     def _low_precision_eps(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
         """The float32 eps or the dtype's own, whichever reproduces the module's output better where the two matter most."""

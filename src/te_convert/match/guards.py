@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
 
+from te_convert.facts.activations import has_no_shape
 from te_convert.match.candidate import Candidate
 from te_convert.reasons import Reason, ReasonCode, reason
 
@@ -28,14 +28,14 @@ def not_scripted(site: Candidate) -> Reason | None:
 
 def initialized(site: Candidate) -> Reason | None:
     """Lazy parameters have no shape."""
-    lazy = [name for name, parameter in site.parameters.items() if isinstance(parameter, UninitializedTensorMixin)]
+    lazy = [name for name, parameter in site.parameters.items() if has_no_shape(parameter)]
     return reason(ReasonCode.PARAMETER_UNINITIALIZED, ", ".join(lazy)) if lazy else None
 
 
 def plain_tensors(site: Candidate) -> Reason | None:
     """Quantised, sharded and wrapped parameters are not copied into TE modules."""
     for name, parameter in site.parameters.items():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if has_no_shape(parameter):
             continue
         kinds = {type(parameter), type(parameter.data)} - {nn.Parameter, torch.Tensor}
         if kinds:
@@ -46,7 +46,7 @@ def plain_tensors(site: Candidate) -> Reason | None:
 def not_empty(site: Candidate) -> Reason | None:
     """Parameters without elements."""
     for name, parameter in site.parameters.items():
-        if not isinstance(parameter, UninitializedTensorMixin) and parameter.numel() == 0:
+        if not has_no_shape(parameter) and parameter.numel() == 0:
             return reason(ReasonCode.PARAMETER_EMPTY, f"{name} has shape {tuple(parameter.shape)}")
     return None
 
@@ -58,7 +58,7 @@ def not_parametrized(site: Candidate) -> Reason | None:
 
 def te_dtype(site: Candidate) -> Reason | None:
     """TE computes in float32, bfloat16 and float16."""
-    dtypes = {p.dtype for p in site.parameters.values() if not isinstance(p, UninitializedTensorMixin)}
+    dtypes = {p.dtype for p in site.parameters.values() if not has_no_shape(p)}
     if torch.float64 in dtypes:
         return reason(ReasonCode.DTYPE_FLOAT64, "parameters are float64")
     other = [str(dtype) for dtype in dtypes if dtype not in _DTYPES]
@@ -108,7 +108,9 @@ def no_public_methods(site: Candidate) -> Reason | None:
     for cls in type(site.module).__mro__:
         if cls.__module__.startswith("torch."):
             break
-        members = (name for name, value in vars(cls).items() if callable(value) or isinstance(value, (property, staticmethod, classmethod)))
+        members = (
+            name for name, value in vars(cls).items() if callable(value) or isinstance(value, (property, staticmethod, classmethod))
+        )
         extra += [name for name in members if not name.startswith("_") and name not in _COMMON_METHODS]
     return reason(ReasonCode.MODULE_METHODS, f"{type(site.module).__name__} has {', '.join(sorted(set(extra)))}") if extra else None
 

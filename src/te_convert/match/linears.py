@@ -34,5 +34,5 @@ def recipe_reasons(site: Candidate, facts: LinearFacts) -> tuple[Reason, ...]:
 
 
 def recipe_precision(site: Candidate, facts: LinearFacts) -> str:
-    """"high" when the recipe cannot take the feature dimensions."""
+    """High precision ("high") when the recipe cannot take the feature dimensions."""
     return "high" if aligned_features(site, facts.in_features, facts.out_features) else "recipe"

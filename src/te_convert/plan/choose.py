@@ -10,11 +10,12 @@ from torch import nn
 from te_convert.capture.graph import Capture
 from te_convert.capture.run import describe_error
 from te_convert.config import ConvertConfig
+from te_convert.facts.activations import has_no_shape
 from te_convert.facts.flops import recording_flops
 from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.plan.model import SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded
-from te_convert.reasons import ReasonCode, reason
+from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.rules.base import AnyRule, Proposal
 from te_convert.rules.registry import load_rules
 
@@ -38,14 +39,10 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         decisions=tuple(decisions),
         scenarios=tuple(recording.scenario.name for recording in capture.recordings),
         recipe=config.recipe,
-        params_total=sum(parameter.numel() for parameter in model.parameters() if not _is_lazy(parameter)),
+        params_total=sum(parameter.numel() for parameter in model.parameters() if not has_no_shape(parameter)),
         flops_total=flops_total,
         notes=(*notes, *failures),
     )
-
-
-def _is_lazy(parameter: nn.Parameter) -> bool:
-    return isinstance(parameter, nn.parameter.UninitializedTensorMixin)
 
 
 def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, flops: int) -> Decision | None:
@@ -57,7 +54,8 @@ def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, fl
     proposal = None if te_module else _propose(site, rules)
     if proposal is None and not site.parameters:
         return None
-    outcome, extra = Outcome.NO_MATCH, ()
+    outcome = Outcome.NO_MATCH
+    extra: tuple[Reason, ...] = ()
     if te_module:
         extra = (reason(ReasonCode.MODULE_ALREADY_TE, type(site.module).__qualname__),)
     unwanted = excluded(site, config.include, config.exclude)
@@ -77,7 +75,7 @@ def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, fl
         reasons=(*extra, *(proposal.reasons if proposal is not None else ())),
         calls=len(site.calls),
         shapes=_shapes(site),
-        params=sum(p.numel() for p in site.parameters.values() if not _is_lazy(p)),
+        params=sum(p.numel() for p in site.parameters.values() if not has_no_shape(p)),
         flops=flops,
         precision="recipe" if proposal is None else proposal.precision,
     )
@@ -85,9 +83,7 @@ def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, fl
 
 def _already_converted(decision: Decision, site: Candidate, flops: int) -> Decision:
     """A site of an earlier conversion keeps its decision; the rewrite passes over it, verification compares it again."""
-    return replace(
-        decision, fqn=site.fqn, aliases=site.aliases, calls=len(site.calls), shapes=_shapes(site), flops=flops
-    )
+    return replace(decision, fqn=site.fqn, aliases=site.aliases, calls=len(site.calls), shapes=_shapes(site), flops=flops)
 
 
 def _propose(site: Candidate, rules: Sequence[AnyRule]) -> Proposal | None:

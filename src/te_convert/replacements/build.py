@@ -76,5 +76,3 @@ def parameter_names(spec: Spec) -> tuple[str, ...]:
     if isinstance(spec, LinearSpec):
         return ("weight", "bias") if spec.bias else ("weight",)
     return ("weight", "bias") if isinstance(spec, LayerNormSpec) else ("weight",)
-
-

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,7 +43,7 @@ class RMSNormSpec:
     dtype: str
 
 
-Spec = Union[LinearSpec, LayerNormSpec, RMSNormSpec]
+Spec = LinearSpec | LayerNormSpec | RMSNormSpec
 SPECS: dict[str, type[Spec]] = {spec.name: spec for spec in (LinearSpec, LayerNormSpec, RMSNormSpec)}
 
 

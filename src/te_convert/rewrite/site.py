@@ -63,6 +63,7 @@ class Delegate:
         self.converted = converted
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the converted module's forward, whatever it is now."""
         return self.converted.forward(*args, **kwargs)
 
 
@@ -156,7 +157,7 @@ def _to_te_layout(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
 
 
 def _layout_of(module: nn.Module, op: Transpose, tensor: torch.Tensor) -> str | None:
-    """ "te" or "original", from the shape, else from what the root's hook saw in the whole state dict; None when unknown."""
+    """Layout "te" or "original", from the shape, else from what the root's hook saw in the whole state dict; None when unknown."""
     own = tuple(getattr(module, op.dest).shape)
     if own[0] != own[1]:
         return "te" if tuple(tensor.shape) == own else "original"

@@ -78,7 +78,7 @@ class Rule(ABC, Generic[F]):
         return ()
 
     def precision(self, site: Candidate, facts: F) -> str:
-        """"recipe", or "high" when the recipe cannot be used at this site."""
+        """Either "recipe", or "high" when the recipe cannot be used at this site."""
         del site, facts
         return "recipe"
 

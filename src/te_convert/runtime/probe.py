@@ -55,7 +55,12 @@ def probe_transformer_engine() -> TransformerEngineProbe:
         return TransformerEngineProbe(False, False, "the package transformer_engine is not installed", version)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_TIMEOUT_S, env=dict(os.environ), check=False
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            env=dict(os.environ),
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return TransformerEngineProbe(True, False, f"{type(error).__name__}: {error}", version)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from te_convert.capture.run import describe_error
 from te_convert.capture.tensors import model_device
 from te_convert.rewrite.apply import Applied
-from te_convert.verify.compare import MISMATCH, compare_outputs, error_ratio
+from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio
 from te_convert.verify.isolate import SiteRecorder, as_original, observed, random_site_parity
 from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
 from te_convert.verify.reference import Expected, Reference
@@ -142,7 +141,7 @@ def _compare_one(state: _State, expected: Expected) -> list[ScenarioParity]:
         return [ScenarioParity(expected.scenario.name, "", expected.setting.perturb, MISMATCH, None, "must run", passed=False)]
 
 
-def _judge_exact(state: _State, expected: Expected, outputs: list[tuple[str, torch.Tensor]], dtype: str) -> ScenarioParity:
+def _judge_exact(state: _State, expected: Expected, outputs: Outputs, dtype: str) -> ScenarioParity:
     path, figures = compare_outputs(expected.outputs, outputs)
     verdict = judge_float32(figures)
     found = ScenarioParity(
@@ -173,7 +172,7 @@ def _recheck_in_float64(state: _State, expected: Expected, missed: ScenarioParit
     return ScenarioParity(missed.name, "float64", missed.perturbed, figures, None, verdict.bound, passed=True, output=path)
 
 
-def _judge_low(expected: Expected, outputs: list[tuple[str, torch.Tensor]], low: torch.dtype) -> ScenarioParity:
+def _judge_low(expected: Expected, outputs: Outputs, low: torch.dtype) -> ScenarioParity:
     assert expected.exact is not None
     path, figures = compare_outputs(expected.outputs, outputs)
     ratio, numel = error_ratio(expected.exact, expected.outputs, outputs, low)
@@ -206,7 +205,9 @@ def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
         middle = (low + high) // 2
         low, high = (middle, high) if passes(middle) else (low, middle)
     failed = next(s for s in scenarios if not s.passed)
-    _put_back(state, names[high - 1], f"first diverging site of {failed.name}: SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}")
+    _put_back(
+        state, names[high - 1], f"first diverging site of {failed.name}: SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}"
+    )
 
 
 def _revert_everything(state: _State, scenarios: list[ScenarioParity]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,18 @@ class Figures:
     numel: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; an infinite SQNR becomes the string "inf"."""
-        sqnr: float | str = self.sqnr_db if self.sqnr_db != float("inf") else "inf"
-        return {"sqnr_db": sqnr, "max_rel": self.max_rel, "bit_equal": self.bit_equal, "numel": self.numel}
+        """Plain JSON values; what is not finite becomes a string."""
+        return {
+            "sqnr_db": _json_number(self.sqnr_db),
+            "max_rel": _json_number(self.max_rel),
+            "bit_equal": self.bit_equal,
+            "numel": self.numel,
+        }
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no inf and no NaN: they become the strings "inf", "-inf" and "nan"."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class ScenarioParity:
             "dtype": self.dtype,
             "perturbed": self.perturbed,
             **self.figures.to_dict(),
-            "error_ratio": self.error_ratio,
+            "error_ratio": _json_number(self.error_ratio),
             "bound": self.bound,
             "passed": self.passed,
             "output": self.output,
@@ -85,7 +95,7 @@ class SiteParity:
             "fqn": self.fqn,
             "dtype": self.dtype,
             **self.figures.to_dict(),
-            "error_ratio": self.error_ratio,
+            "error_ratio": _json_number(self.error_ratio),
             "calls": self.calls,
             "bound": self.bound,
             "passed": self.passed,

@@ -125,7 +125,7 @@ def _check_original(model: nn.Module, first: Expected, reference: Reference) -> 
     reference.reproduces = compare_outputs(first.outputs, again)[1]
     if not reference.reproduces.bit_equal:
         reference.notes.append(
-            f"the original does not reproduce itself under a fixed seed (SQNR {reference.reproduces.sqnr_db:.0f} dB between two runs): "
+            f"the original does not reproduce itself under a fixed seed (two runs: SQNR {reference.reproduces.sqnr_db:.0f} dB): "
             "whole-model parity cannot be judged, each site was compared alone"
         )
     try:

@@ -10,7 +10,7 @@ import torch
 from te_convert.verify.model import Figures
 
 SQNR_DB_FLOAT32 = 90.0
-"""Model and site outputs in float32.  Rounding alone gives 100 to 150 dB on whole models; a lost bias or a wrong eps costs far more."""
+"""Model and site outputs in float32.  Rounding alone gives 100 to 150 dB; a lost bias or a wrong eps far less."""
 
 MAX_REL_FLOAT32 = 2e-5
 """max|a − b| / max|a| in float32.  The worst of 286 architectures under the same kind of rewrite was 2.3e-6."""

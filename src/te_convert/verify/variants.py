@@ -27,9 +27,7 @@ def shape_variants(scenario: Scenario) -> list[Scenario]:
     length = tensors[0].shape[1] if tensors[0].dim() in (2, 3) else 0
     if length > 2:
         half = length // 2
-        variants.append(
-            _changed(scenario, "shorter", lambda t: t[:, :half] if t.dim() in (2, 3) and t.shape[1] == length else t)
-        )
+        variants.append(_changed(scenario, "shorter", lambda t: t[:, :half] if t.dim() in (2, 3) and t.shape[1] == length else t))
     return variants
 
 

@@ -7,7 +7,7 @@ A source or destination is a parameter name inside the module.  ``Move`` keeps t
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Union
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ class Fill:
     size: int
 
 
-WeightOp = Union[Move, Transpose, Fill]
+WeightOp = Move | Transpose | Fill
 _OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Fill)}
 
 

@@ -1,0 +1,42 @@
+"""The README's Python blocks run, its commands exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_block_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})  # the point of the test
+    assert "parity passed" in capsys.readouterr().out
+
+
+def test_there_are_blocks() -> None:
+    assert BLOCKS
+
+
+def test_commands_exist() -> None:
+    from te_convert.cli.main import main
+
+    names = set(re.findall(r"^te-convert (\w+) ", README, flags=re.MULTILINE)) - {"model", "path"}
+    assert {"analyze", "doctor"} <= names
+    assert names <= set(main.commands)
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", README, flags=re.MULTILINE)) != set()
+    assert {name for pair in re.findall(r"`make ([a-z-]+)`|^make ([a-z-]+)", README, re.MULTILINE) for name in pair if name} <= targets
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if not target.startswith("http"):
+            assert (ROOT / target).exists(), target

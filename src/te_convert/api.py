@@ -162,10 +162,7 @@ def convert(
         raise InputError(
             "the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan"
         )
-    result = _Conversion(model, config, normalize_inputs(example_inputs)).run()
-    if strict:
-        _demand_everything(result)
-    return result
+    return _Conversion(model, config, normalize_inputs(example_inputs)).run()
 
 
 class _Conversion:
@@ -200,6 +197,16 @@ class _Conversion:
                 reference = record_reference(target, scenarios)
         with self._timed("rewrite"):
             applied, plan = self._apply(target, plan)
+        try:
+            result = self._finish(applied, plan, reference)
+        except BaseException:  # also an interrupt, a failing progress callback or strict: nothing half-made is left behind
+            applied.undo_all()
+            raise
+        _remember(result.model, result.plan)
+        return result
+
+    def _finish(self, applied: Applied, plan: Plan, reference: Reference) -> Result:
+        """Verify the rewrite, put failing sites back, and report."""
         parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
         with self._timed("verify"):
             if self.config.verify and plan.converting:
@@ -209,8 +216,10 @@ class _Conversion:
         model = applied.model
         if not plan.converting and not self.config.inplace:
             model = self.original
-        _remember(model, plan)
-        return Result(model, self._report(plan, parity), plan)
+        result = Result(model, self._report(plan, parity), plan)
+        if self.config.strict:
+            _demand_everything(result)
+        return result
 
     def _copy(self) -> tuple[nn.Module | None, str]:
         if self.config.inplace:
@@ -225,7 +234,10 @@ class _Conversion:
         parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
         why = reason(ReasonCode.MODEL_NOT_COPYABLE, problem)
         report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
-        return Result(self.original, report, plan)
+        result = Result(self.original, report, plan)
+        if self.config.strict:
+            _demand_everything(result)
+        return result
 
     def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
         """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from te_convert.facts.activations import ACTIVATIONS, is_activation_candidate, kind_key, probe_activation
+from te_convert.facts.activations import ACTIVATIONS, is_activation_candidate, probe_activation
 
 
 def transformers_activation(name: str) -> nn.Module:
@@ -146,16 +146,3 @@ def test_caller_contexts_do_not_matter() -> None:
         assert probe_activation(transformers_activation("gelu_new")) == "gelu_tanh"
     finally:
         torch.set_default_dtype(default)
-
-
-def test_kind_key_counts_attributes_by_value_and_objects_by_identity() -> None:
-    assert kind_key(nn.LeakyReLU(0.1)) == kind_key(nn.LeakyReLU(0.1).eval())
-    assert kind_key(nn.LeakyReLU(0.1)) != kind_key(nn.LeakyReLU(0.2))
-    assert kind_key(nn.LeakyReLU(1)) != kind_key(nn.LeakyReLU(True))
-    first, second = nn.Identity(), nn.Identity()
-    first.table, second.table = torch.ones(2), torch.ones(2)
-    assert kind_key(first) != kind_key(second)
-    second.table = first.table
-    assert kind_key(first) == kind_key(second)
-    assert kind_key(nn.Linear(2, 3)) != kind_key(nn.Linear(2, 3, bias=False))
-    assert kind_key(nn.Linear(2, 3)) != kind_key(nn.Linear(2, 3, dtype=torch.bfloat16))

@@ -2,65 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from te_convert.facts.norms import Kind, NormFacts, NotANorm, looks_like_norm, probe_norm, probe_norm_cached
-
-FLOAT32_EPS = 1.1920928955078125e-07
-MODELS = "transformers.models."
-
-
-def load(path: str, *args: Any, **kwargs: Any) -> nn.Module:
-    """Build ``package.module:Class``."""
-    module, name = path.split(":")
-    built: nn.Module = getattr(importlib.import_module(module), name)(*args, **kwargs)
-    return built
-
-
-def norm(kind: Kind, width: int, eps: float, **changes: Any) -> NormFacts:
-    """Facts of a norm with weight, bias if a LayerNorm, all in float32; ``changes`` replace any of them."""
-    bias = "bias" if kind == "LayerNorm" else None
-    defaults: dict[str, Any] = {"zero_centered_gamma": False, "weight": "weight", "bias": bias, "rounding": "float32"}
-    return NormFacts(kind, width, eps, **{**defaults, "keeps_dtype": True, **changes})
-
-
-def detail(module: nn.Module, **kwargs: Any) -> str:
-    facts = probe_norm(module, **kwargs)
-    assert isinstance(facts, NotANorm), facts
-    return facts.detail
-
-
-class Formula(nn.Module):
-    """Applies a formula to its input and its parameters, under names that say nothing."""
-
-    def __init__(self, formula: Callable[..., object], width: int = 24, count: int = 1) -> None:
-        super().__init__()
-        self.formula = formula
-        self.width = width
-        for name in "ab"[:count]:
-            self.register_parameter(name, nn.Parameter(torch.rand(width)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.formula(x, *self.parameters())
-
-
-def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def layer(x: Tensor, eps: float = 1e-6) -> Tensor:
-    return functional.layer_norm(x, x.shape[-1:], eps=eps)
-
+from te_convert.facts.norm_formula import NormFacts
+from te_convert.facts.norms import NotANorm, looks_like_norm, probe_norm, probe_norm_cached
+from tests.facts.norm_samples import FLOAT32_EPS, LN, MODELS, Formula, detail, layer, load, norm, rms
 
 CASES: list[tuple[str, dict[str, Any], NormFacts]] = [
     ("llama.modeling_llama:LlamaRMSNorm", {}, norm("RMSNorm", 24, 1e-6, rounding="before-weight")),
@@ -133,15 +86,6 @@ def test_torch_forms(dtype: torch.dtype) -> None:
     assert probe_norm(nn.RMSNorm(24), dtype=dtype) == norm("RMSNorm", 24, eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_eps_of_the_dtype_itself(dtype: torch.dtype) -> None:
-    module = Formula(lambda x, a: rms(x.double(), torch.finfo(x.dtype).eps).to(x.dtype) * a)
-    low, full = probe_norm(module.to(dtype)), probe_norm(module.float())
-    assert isinstance(low, NormFacts)
-    assert isinstance(full, NormFacts)
-    assert (low.eps, full.eps) == (torch.finfo(dtype).eps, FLOAT32_EPS)
-
-
 def test_without_parameters_the_width_is_recorded() -> None:
     plain = nn.LayerNorm(24, elementwise_affine=False)
     assert looks_like_norm(plain)
@@ -172,18 +116,6 @@ def test_what_does_not_look_like_a_norm() -> None:
     assert detail(nn.Sequential(nn.LayerNorm(4))) == "it has child modules: 0"
 
 
-class LN(nn.Module):
-    """The norm of nanoGPT: a LayerNorm with an optional bias."""
-
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_nano_gpt(bias: bool) -> None:
     module = LN(24, bias)
@@ -205,59 +137,6 @@ def test_roles_follow_the_numbers() -> None:
     assert (facts.weight, facts.bias, facts.zero_centered_gamma) == (None, "a", False)
 
 
-NEAR_MISSES: dict[str, tuple[Callable[..., object], int, str]] = {
-    "unbiased variance": (
-        lambda x, a: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True) + 1e-6).sqrt() * a,
-        1,
-        "it differs from LayerNorm(eps=",
-    ),
-    "eps outside the root": (lambda x, a: x / (x.pow(2).mean(-1, keepdim=True).sqrt() + 1e-3) * a, 1, "RMSNorm(eps=1e-06)"),
-    "variance floor": (lambda x, a: x / x.pow(2).mean(-1, keepdim=True).clamp_min(1e-6).sqrt() * a, 1, "RMSNorm(eps=1e-06)"),
-    "unit length": (lambda x, a: functional.normalize(x, dim=-1) * a, 1, "differs from RMSNorm(eps="),
-    "root of width times unit length": (lambda x, a: functional.normalize(x, dim=-1) * 24**0.5 * a, 1, "differs from RMSNorm"),
-    "floor below the tiny inputs": (
-        lambda x, a: x / x.pow(2).mean(-1, keepdim=True).sqrt().clamp_min(1e-18) * a,
-        1,
-        "its divisor has a floor in place of an eps",
-    ),
-    "l1": (lambda x, a: x / (x.abs().mean(-1, keepdim=True) + 1e-6) * a, 1, "differs from RMSNorm"),
-    "partial": (lambda x, a: x * torch.rsqrt(x[..., :12].pow(2).mean(-1, keepdim=True) + 1e-6) * a, 1, "differs from RMSNorm"),
-    "channels first": (lambda x, a: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6) * a, 1, "is not a multiple"),
-    "grouped": (
-        lambda x, a: rms(x.unflatten(-1, (2, -1))).flatten(-2) * a,
-        1,
-        "its output is not a multiple of the (centred) input",
-    ),
-    "softmax": (lambda x, a: torch.softmax(x, -1) * a, 1, "it does not normalise"),
-    "affine": (lambda x, a, b: x * a + b, 2, "it does not normalise: an input 1e4 times larger gives an output 1e+04 times"),
-    "two weights": (lambda x, a, b: rms(x) * (a + b), 2, "a and b act alike"),
-    "two weights that multiply": (lambda x, a, b: rms(x) * a * (1 + b), 2, "differs from RMSNorm"),
-    "two biases": (lambda x, a, b: rms(x) + a + b, 2, "a and b act alike"),
-    "exponential gamma": (lambda x, a: rms(x) * a.exp(), 1, "differs from RMSNorm"),
-    "doubled bias": (lambda x, a, b: layer(x) * a + 2 * b, 2, "differs from LayerNorm"),
-    "clamped output": (lambda x, a: (rms(x) * a).clamp(-500.0, 500.0), 1, "differs from RMSNorm"),
-    "clamped input": (lambda x, a: rms(x.clamp(-65504.0, 65504.0)) * a, 1, "differs from RMSNorm"),
-    "returns a tuple": (lambda x, a: (rms(x) * a, x), 1, "forward returns a tuple, not one tensor"),
-    "returns NaN": (lambda x, a: rms(x) * a * float("nan"), 1, "NaN or infinity"),
-    "another shape": (lambda x, a: (rms(x) * a).flatten(), 1, "it maps shape [3, 5, 24] to [360]"),
-    "edits its input": (lambda x, a: x.mul_(torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)) * a, 1, "changes its input"),
-    "hard-coded dimension": (
-        lambda x, a: x * torch.rsqrt(x.pow(2).mean(2, keepdim=True) + 1e-6) * a,
-        1,
-        "differs from RMSNorm",
-    ),
-    "half precision inside": (lambda x, a: rms(x.bfloat16()).to(x.dtype) * a, 1, "is not a multiple"),
-}
-
-
-@pytest.mark.parametrize("case", sorted(NEAR_MISSES))
-def test_near_misses_say_what_was_seen(case: str) -> None:
-    formula, count, expected = NEAR_MISSES[case]
-    module = Formula(formula, count=count)
-    assert looks_like_norm(module)
-    assert expected in detail(module)
-
-
 class Dropping(LN):
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(super().forward(x), 0.5, self.training)
@@ -277,19 +156,6 @@ def test_one_rank_is_enough() -> None:
     assert probe_norm(ThreeDimensional(24, True)) == norm("LayerNorm", 24, 1e-5)
 
 
-def test_output_dtype_is_seen() -> None:
-    assert probe_norm(Formula(lambda x, a: rms(x.float()) * a.float())) == norm("RMSNorm", 24, 1e-6, weight="a", keeps_dtype=False)
-
-
-def test_low_precision_that_raises_is_unknown() -> None:
-    def formula(x: Tensor, a: Tensor) -> Tensor:
-        if x.dtype == torch.bfloat16:
-            raise NotImplementedError("no bfloat16 here")
-        return rms(x) * a
-
-    assert probe_norm(Formula(formula)) == norm("RMSNorm", 24, 1e-6, weight="a", rounding="unknown", keeps_dtype=False)
-
-
 def test_no_eps_at_all() -> None:
     assert probe_norm(nn.LayerNorm(24, eps=0.0)) == norm("LayerNorm", 24, 0.0)
 
@@ -302,52 +168,6 @@ def test_eps_without_an_attribute() -> None:
     common = probe_norm(Formula(lambda x, a: rms(x.float(), 1e-5).to(x.dtype) * a))
     assert isinstance(common, NormFacts)
     assert common.eps == 1e-5
-
-
-class ByHand(nn.Module):
-    """A norm with every choice that the formula leaves."""
-
-    def __init__(self, width: int, eps: float, *, centred: bool, one_plus: bool, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.small = eps
-        self.centred, self.one_plus = centred, one_plus
-        self.gain = nn.Parameter(torch.rand(width, dtype=dtype))
-        self.shift = nn.Parameter(torch.rand(width, dtype=dtype)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y - y.mean(-1, keepdim=True) if self.centred else y
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.small)
-        y = y * (self.gain.float() + self.one_plus)
-        return (y if self.shift is None else y + self.shift.float()).to(x.dtype)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    width=st.one_of(st.integers(2, 9), st.integers(2, 600)),
-    exponent=st.floats(-12.0, -2.0),
-    centred=st.booleans(),
-    one_plus=st.booleans(),
-    bias=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
-def test_every_choice_is_recovered(
-    width: int, exponent: float, centred: bool, one_plus: bool, bias: bool, dtype: torch.dtype
-) -> None:
-    eps = 10.0**exponent
-    module = ByHand(width, eps, centred=centred, one_plus=one_plus, bias=bias, dtype=dtype)
-    kind: Kind = "LayerNorm" if centred else "RMSNorm"
-    shift = "shift" if bias else None
-    assert looks_like_norm(module)
-    assert probe_norm(module) == norm(kind, width, eps, zero_centered_gamma=one_plus, weight="gain", bias=shift)
-
-
-@settings(max_examples=25, deadline=None)
-@given(eps=st.floats(1e-12, 1e-2), width=st.integers(2, 300), bias=st.booleans(), rms_norm=st.booleans())
-def test_torch_norms_with_any_eps(eps: float, width: int, bias: bool, rms_norm: bool) -> None:
-    module = nn.RMSNorm(width, eps=eps) if rms_norm else nn.LayerNorm(width, eps=eps, bias=bias)
-    expected = norm("RMSNorm", width, eps) if rms_norm else norm("LayerNorm", width, eps, bias="bias" if bias else None)
-    assert probe_norm(module) == expected
 
 
 def test_module_gradients_hooks_and_random_state_are_untouched() -> None:

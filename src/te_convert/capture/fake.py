@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 
 def is_meta(model: nn.Module) -> bool:
     """True when any parameter lives on the meta device."""
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def without_meta(value: Any) -> Any:
+    """Nested inputs with every meta tensor as an empty CPU tensor; inside :func:`fake_weights` it is a fake one."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+
+    return tree_map(move, value)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,14 +136,14 @@ def to_graph_module(model: nn.Module, recording: Recording) -> fx.GraphModule:
     """An executable ``fx.GraphModule`` over the model's own modules and tensors, for checks at the recorded shapes.
 
     Sizes, masks and control flow are those of the recorded run: it is an oracle for probes, never a replacement.
+
+    Raises:
+        LookupError: the graph reads a large tensor that no module of the model holds.
     """
     root: dict[str, Any] = dict(recording.constants)
-    modules = dict(model.named_modules(remove_duplicate=False))
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
     for node in recording.graph.nodes:
-        if node.op == "call_module":
-            root[node.target] = modules[node.target]
-        elif node.op == "get_attr" and node.target not in root:
-            root[node.target] = tensors[node.target]
+        if node.op in ("call_module", "get_attr") and node.target not in root:
+            if node.meta.get("unknown"):
+                raise LookupError(f"{node.target} is a tensor of unknown origin that was too large to keep")
+            root[node.target] = operator.attrgetter(node.target)(model) if node.target else model
     return fx.GraphModule(root, recording.graph)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_convert.capture.fake import is_meta
 from te_convert.capture.run import runs
 from te_convert.capture.scenario import Scenario, normalize_inputs
 from te_convert.capture.tensors import model_device
@@ -25,7 +26,7 @@ def derive_scenario(model: nn.Module) -> Scenario | None:
             scenario = replace(normalize_inputs(inputs)[0], derived=source)
         except Exception:  # a model's own attribute can be anything
             continue
-        scenario = _on_device(scenario, model_device(model))
+        scenario = scenario if is_meta(model) else _on_device(scenario, model_device(model))
         if runs(model, scenario) is None:
             return scenario
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, list, set, deque)
+_MAX_ENTERED = 10_000
+"""Containers with more items are restored, and the items of their items are not looked at."""
 
 
 @contextmanager
@@ -38,59 +43,111 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _restore_tensor(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor its value back; values are compared, since not every kernel counts a change in the tensor's version."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if tensor.shape != value.shape or tensor.dtype != value.dtype:
+            tensor.data = value
+        elif tensor.layout is not torch.strided or not torch.equal(tensor, value):
+            tensor.copy_(value)
+
+
+class _ContainerState:
+    """Contents of plain containers and values of plain tensors that modules hold as attributes, at any depth."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._seen: set[int] = set()
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for module in modules:
+            for value in module.__dict__.values():
+                self._save(value)
+
+    def _save(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._save_tensor(value)
+        elif isinstance(value, _CONTAINERS) and id(value) not in self._seen:
+            self._seen.add(id(value))
+            self._contents.append((value, copy.copy(value)))
+            if len(value) <= _MAX_ENTERED:
+                for item in value.values() if isinstance(value, dict) else value:
+                    self._save(item)
+
+    def _save_tensor(self, tensor: torch.Tensor) -> None:
+        """Parameters are not copied (that would be a second model), nor is a tensor that autograd made from them."""
+        if isinstance(tensor, nn.Parameter) or is_lazy(tensor) or tensor.is_meta or tensor.grad_fn is not None:
+            return
+        if id(tensor) not in self._seen:
+            self._seen.add(id(tensor))
+            self._tensors.append((tensor, tensor.detach().clone()))
+
+    def restore(self) -> None:
+        for container, saved in self._contents:
+            _restore_container(container, saved)
+        for tensor, value in self._tensors:
+            _restore_tensor(tensor, value)
+
+
 class _ModuleState:
-    """Shallow copy of one module's attributes, with the contents of its plain containers and the values of its buffers."""
+    """Shallow copy of one module's attributes, its class, and what its lazy parameters were before they got a shape."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.module_class = type(module)
         self.attributes = dict(module.__dict__)
-        self.containers = [(value, copy.copy(value)) for value in self.attributes.values() if isinstance(value, _CONTAINERS)]
-        self.buffers = [(b, b.detach().clone()) for b in module._buffers.values() if b is not None and not b.is_meta]
-        self.grads = [(p, p.grad) for p in module._parameters.values() if p is not None]
+        tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        self.lazy = [(tensor, type(tensor), tensor.data) for tensor in tensors if is_lazy(tensor)]
+        self.grads = [(p, p.grad) for p in module._parameters.values() if p is not None and not is_lazy(p)]
 
     def restore(self) -> None:
+        if type(self.module) is not self.module_class:  # a lazy module becomes an ordinary one in its first call
+            self.module.__class__ = self.module_class
         state = self.module.__dict__
         if state.keys() != self.attributes.keys() or any(state[k] is not v for k, v in self.attributes.items()):
             state.clear()
             state.update(self.attributes)
-        for container, saved in self.containers:
-            _restore_container(container, saved)
-        with torch.no_grad():
-            for buffer, value in self.buffers:
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        for tensor, kind, data in self.lazy:
+            if type(tensor) is not kind:
+                tensor.data = data
+                tensor.__class__ = kind
         for parameter, grad in self.grads:
-            if parameter.grad is not grad:
-                parameter.grad = grad
+            parameter.grad = grad
 
 
 def _restore_container(container: Any, saved: Any) -> None:
-    if isinstance(container, list):
-        if len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
-            container[:] = saved
+    if isinstance(container, dict):
+        if list(container) != list(saved) or any(container[key] is not value for key, value in saved.items()):
+            container.clear()
+            container.update(saved)
     elif isinstance(container, set):
         if container != saved:
             container.clear()
             container.update(saved)
-    elif list(container) != list(saved) or any(container[k] is not v for k, v in saved.items()):
+    elif len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
         container.clear()
-        container.update(saved)
+        container.extend(saved)
 
 
 @contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
     """Restore every module's attributes, plain containers, buffers, hooks, train flags and gradients, and all random states.
 
-    Values of Parameters are not copied (that would be a second model); a forward that changes its own weights in place is
-    outside what this protects.
+    Gradients are set aside meanwhile, so that a model that calls ``backward`` itself cannot add to them.  Values of Parameters
+    are not copied (that would be a second model); a forward that changes its own weights in place, or an object of a class of
+    its own, is outside what this protects.
     """
-    states = [_ModuleState(module) for module in model.modules()]
+    modules = list(model.modules())
+    states = [_ModuleState(module) for module in modules]
+    containers = _ContainerState(modules)
     with preserve_rng():
         try:
+            for parameter in model.parameters():
+                parameter.grad = None
             yield
         finally:
             for state in states:
                 state.restore()
+            containers.restore()
 
 
 @contextmanager
@@ -105,20 +162,32 @@ def mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = flag
 
 
+class _CloneTensors(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` copy tensors that have a history (a cache filled with gradients on): as tensors without one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+
 def copy_inputs(inputs: Any) -> Any:
-    """A deep copy of example inputs; tensors are cloned and detached, other objects (caches, configs) deep-copied."""
+    """A deep copy of example inputs; tensors are cloned and detached, other objects (caches, configs) deep-copied.
+
+    What cannot be copied (a handle) is passed as it is.
+    """
     memo: dict[int, Any] = {}
 
     def clone(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in memo:
-                memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-            return memo[id(value)]
-        if value is None or isinstance(value, (int, float, bool, str)):
-            return value
+        if isinstance(value, torch.Generator):
+            return memo.setdefault(id(value), value.clone_state())
         try:
-            return copy.deepcopy(value)
-        except Exception:  # a handle that cannot be copied is passed as it is
+            return copy.deepcopy(value, memo)
+        except Exception:  # whatever an object's own copying raises
             return value
 
-    return tree_map(clone, inputs)
+    with _CloneTensors():
+        return tree_map(clone, inputs)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from te_convert.capture.fake import fake_weights, is_meta
+from te_convert.capture.fake import fake_weights, is_meta, without_meta
 from te_convert.capture.graph import Capture, Recording
 from te_convert.capture.preserve import mode, preserve_model, seed_all
 from te_convert.capture.scenario import Scenario
@@ -30,8 +30,12 @@ def record(model: nn.Module, scenario: Scenario, leaf: LeafPolicy) -> Recording:
         seed_all(SEED)
         if not is_meta(model):
             return ConcreteTracer(leaf).record(model, scenario)
+        leaves = {id(module) for module in model.modules() if leaf(module)}  # probes need real numbers
         with fake_weights(model) as fake:
-            return ConcreteTracer(leaf).record(model, scenario, fake)
+            args, kwargs = without_meta((scenario.args, scenario.kwargs))
+            tracer = ConcreteTracer(lambda module: id(module) in leaves)
+            recording = tracer.record(model, replace(scenario, args=args, kwargs=kwargs), fake)
+        return replace(recording, scenario=scenario)
 
 
 def capture(
@@ -67,7 +71,12 @@ def runs(model: nn.Module, scenario: Scenario) -> BaseException | None:
     try:
         with preserve_model(model), torch.no_grad():
             seed_all(SEED)
-            scenario.call(model)
+            if not is_meta(model):
+                scenario.call(model)
+                return None
+            with fake_weights(model) as fake:
+                args, kwargs = without_meta((scenario.args, scenario.kwargs))
+                torch.func.functional_call(model, fake, args, kwargs)
     except Exception as error:
         return error
     return None

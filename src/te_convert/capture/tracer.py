@@ -24,6 +24,7 @@ LeafPolicy = Callable[[nn.Module], bool]
 
 _ACTIVE = threading.local()
 _PATCH_LOCK = threading.RLock()
+"""One recording at a time: the patches are process-wide."""
 
 
 class _RecordMode(TorchFunctionMode):
@@ -42,7 +43,7 @@ def _current() -> Recorder | None:
 
 @contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
-    """Route module calls and autograd Functions of this thread through the recorder; other threads are untouched."""
+    """Route module calls and autograd Functions of this thread through the recorder; other threads' module calls are noted."""
     with _PATCH_LOCK:
         module_call = nn.Module.__call__
         function_apply = torch.autograd.Function.__dict__["apply"]
@@ -50,21 +51,25 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             active = _current()
             if active is None:
+                return recorder.unseen_call(module, module_call, args, kwargs)
+            if active is not recorder:  # a recording inside this one
                 return module_call(module, *args, **kwargs)
-            return active.module_call(module, module_call, args, kwargs)
+            return recorder.module_call(module, module_call, args, kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             original = function_apply.__get__(None, cls)
-            active = _current()
-            return original(*args, **kwargs) if active is None else active.autograd_function(cls, original, args, kwargs)
+            if _current() is not recorder:
+                return original(*args, **kwargs)
+            return recorder.autograd_function(cls, original, args, kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)
+        previous = _current()
         _ACTIVE.recorder = recorder
         try:
             yield
         finally:
-            _ACTIVE.recorder = None
+            _ACTIVE.recorder = previous
             nn.Module.__call__ = module_call  # type: ignore[method-assign]
             torch.autograd.Function.apply = function_apply
 

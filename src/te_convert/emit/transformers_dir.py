@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def open_transformers(path: Path) -> OpenedModel:
     _check_weights(path)
     transformers = _transformers()
     cls = _architecture(transformers, config, path)
-    with user_code():
+    with user_code(), _no_bar_in_logs(transformers):
         model = _load(cls, transformers, path)
     files = _copied_files(path)
     return OpenedModel(model, None, _source(model, files, tuple(path.resolve() / name for name in (*files, *_WEIGHTS))))
@@ -90,6 +92,20 @@ def _transformers() -> Any:
     except ImportError as error:
         raise EnvironmentLacksError(f"Transformers cannot be imported: {one_line(error)}", "pip install transformers") from error
     return transformers
+
+
+@contextmanager
+def _no_bar_in_logs(transformers: Any) -> Iterator[None]:
+    """Transformers' progress bar switched off where stderr is no terminal."""
+    logging = transformers.utils.logging
+    if sys.stderr.isatty() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def _no_init() -> AbstractContextManager[Any]:

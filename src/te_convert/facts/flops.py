@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx, nn
 
 from te_convert.capture.graph import ModuleCall, Recording
+from te_convert.facts.stand_in import has_no_shape
 
 _Shape = tuple[int, ...]
 
@@ -83,12 +84,15 @@ def module_flops(module: nn.Module, call: ModuleCall) -> int:
     """Operations of one call of a leaf module: a 2-D weight is a matrix product, a convolution by its kernel."""
     if call.input_shape is None or call.output_shape is None:
         return 0
+    if isinstance(module, nn.modules.conv._ConvTransposeNd):
+        per_input = math.prod(module.kernel_size) * module.out_channels // module.groups
+        return 2 * math.prod(call.input_shape) * per_input
     if isinstance(module, nn.modules.conv._ConvNd):
         per_output = math.prod(module.kernel_size) * module.in_channels // module.groups
         return 2 * math.prod(call.output_shape) * per_output
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or not call.input_shape:
         return 0
-    weights = [p for p in module._parameters.values() if p is not None and p.dim() == 2]
+    weights = [p for p in module._parameters.values() if p is not None and not has_no_shape(p) and p.dim() == 2]
     if len(weights) != 1:
         return 0
     return 2 * math.prod(call.input_shape[:-1]) * weights[0].numel()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from te_convert.facts.activations import (
+from te_convert.facts.stand_in import (
     ForwardError,
     ProbeError,
     describe,

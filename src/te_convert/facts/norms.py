@@ -1,11 +1,8 @@
 """Which norm a module computes, decided by running a stand-in of it rather than by its class name.
 
-A norm is, over the last dimension and with ``c = x - mean(x)`` (LayerNorm) or ``c = x`` (RMSNorm)::
-
-    y = c / sqrt(mean(c ** 2) + eps) * gamma + beta        gamma = weight, or 1 + weight when zero_centered_gamma
-
 The probe finds the parameters' roles from how each moves the output, reads eps off the gain of tiny inputs, and then compares
-the module with this formula over many scales. Names lie: ``ImageGPTLayerNorm`` is an RMSNorm, ``NoNorm`` is an affine map.
+the module with the formula of :mod:`te_convert.facts.norm_formula` over many scales. Names lie: ``ImageGPTLayerNorm`` is an
+RMSNorm, ``NoNorm`` is an affine map.
 """
 
 from __future__ import annotations
@@ -14,13 +11,14 @@ import math
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from te_convert.facts.activations import (
+from te_convert.facts.norm_formula import Kind, NormFacts, affine, centre, named, normalise
+from te_convert.facts.rounding import closest_eps, find_rounding
+from te_convert.facts.stand_in import (
     ForwardError,
     ProbeError,
     describe_parameters,
@@ -32,9 +30,7 @@ from te_convert.facts.activations import (
     stand_in,
 )
 
-Kind = Literal["LayerNorm", "RMSNorm"]
 _KINDS: tuple[Kind, ...] = ("LayerNorm", "RMSNorm")
-Rounding = Literal["float32", "before-weight", "unknown"]
 
 _COMMON_EPS = (1e-12, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 2.220446049250313e-16, 1.1920928955078125e-07)
 """Values that a norm may have written into its code; last, ``torch.finfo(dtype).eps`` of float64 and of float32."""
@@ -50,35 +46,6 @@ _TOLERANCE = 5e-6
 
 _SCALES = ((1e-9, 1.0), (1e-3, 1.0), (1.0, 1.0), (30.0, 1.0), (3e4, 1.0), (1.0, 1e3))
 """(input scale, gamma scale) of the comparison; the extremes find clamps of the input (also at 65504), variance and output."""
-
-_SAME_BITS = 0.98
-"""Share of bit-equal low-precision outputs that proves an order of rounding; the two orders agree on about 74 %."""
-
-
-@dataclass(frozen=True)
-class NormFacts:
-    """A norm over the last dimension of inputs ``[..., width]`` of any rank, the same in eval and in training mode.
-
-    Attributes:
-        kind: "LayerNorm" (subtracts the mean) or "RMSNorm" (does not).
-        width: size of the last dimension.
-        eps: added to the mean square, for the dtype in which the module runs.
-        zero_centered_gamma: gamma is ``1 + weight``.
-        weight: name of the parameter ``[width]`` that multiplies, or None.
-        bias: name of the parameter ``[width]`` that is added, or None.
-        rounding: in bfloat16 or float16, "float32" (computed in float32 and rounded once, as TE does), "before-weight" (rounded
-            before gamma multiplies, as Llama does) or "unknown".
-        keeps_dtype: a bfloat16 or float16 module returns its input's dtype.
-    """
-
-    kind: Kind
-    width: int
-    eps: float
-    zero_centered_gamma: bool
-    weight: str | None
-    bias: str | None
-    rounding: Rounding
-    keeps_dtype: bool
 
 
 @dataclass(frozen=True)
@@ -128,7 +95,7 @@ def probe_norm_cached(
     width: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> NormFacts | NotANorm:
-    """:func:`probe_norm`, once for all modules of one kind (see :func:`~te_convert.facts.activations.kind_key`)."""
+    """:func:`probe_norm`, once for all modules of one kind (see :func:`~te_convert.facts.stand_in.kind_key`)."""
     key = (kind_key(module), width, dtype)
     if key not in cache:
         cache[key] = probe_norm(module, width=width, dtype=dtype)
@@ -173,9 +140,9 @@ class _Probe:
         self._check(facts, torch.float64)
         if not math.isclose(facts.eps, narrow.eps, rel_tol=1e-3):
             self._check(narrow, torch.float32)
-            narrow = self._low_precision_eps(narrow, dtype) if low else narrow
+            narrow = self._dtype_eps(narrow, dtype) if low else narrow
             facts = facts if dtype == torch.float64 else narrow
-        return self._low_precision(facts, dtype if low else torch.bfloat16)
+        return self._rounding(facts, dtype if low else torch.bfloat16)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64, device="cpu")
@@ -198,7 +165,7 @@ class _Probe:
     def _neutral(self, facts: NormFacts, x: Tensor) -> Tensor:
         """Output for ``x`` when gamma is one and beta zero."""
         one = torch.full((self._width,), 1.0 - facts.zero_centered_gamma, dtype=x.dtype, device="cpu")
-        return self._run(x, _named(facts, one, torch.zeros_like(one)))
+        return self._run(x, named(facts, one, torch.zeros_like(one)))
 
     def _roles(self) -> NormFacts:
         """Which parameter multiplies and which is added: an added one moves the output by the same amount everywhere."""
@@ -223,7 +190,7 @@ class _Probe:
             raise ProbeError(f"it does not normalise: an input 1e4 times larger gives an output {growth:.3g} times larger")
         errors = {}
         for kind in _KINDS:
-            centred = _centre(x, kind)
+            centred = centre(x, kind)
             errors[kind] = relative_error(_gain(y, centred) * centred, y)
             if errors[kind] < _TOLERANCE:
                 return replace(facts, kind=kind)
@@ -233,7 +200,7 @@ class _Probe:
     def _measure_eps(self, facts: NormFacts, dtype: torch.dtype) -> float:
         """``eps = 1 / gain ** 2 - mean(c ** 2)`` at tiny inputs, as the exact number that it must have been."""
         x = (_TINY * self._input(8, 8)).to(dtype)
-        centred = _centre(x.double(), facts.kind)
+        centred = centre(x.double(), facts.kind)
         square = centred.square().mean(-1, keepdim=True)
         gain = _gain(self._neutral(facts, x).double(), centred)
         measured = float((gain.square().reciprocal() - square).median())
@@ -258,59 +225,32 @@ class _Probe:
                 self._compare(facts, x)
 
     def _compare(self, facts: NormFacts, x: Tensor, gamma_scale: float = 1.0, *, training: bool = False) -> None:
-        core = _normalise(x.double(), facts)
+        core = normalise(x.double(), facts)
         weight = (self._random(self._width) * gamma_scale).to(x.dtype)
         # beta as large as the rest, so that neither hides the other
         bias = (self._random(self._width) * gamma_scale * core.abs().max()).to(x.dtype)
-        y = self._run(x, _named(facts, weight, bias), training=training)
-        error = relative_error(y, _affine(core, facts, weight.double(), bias.double()))
+        y = self._run(x, named(facts, weight, bias), training=training)
+        error = relative_error(y, affine(core, facts, weight.double(), bias.double()))
         if error > _TOLERANCE:
             where = f"inputs up to {float(x.abs().max()):.1e}" + (" in training mode" if training else "")
             raise ProbeError(f"it differs from {facts.kind}(eps={facts.eps:.3g}) by {error:.1e} of the largest value for {where}")
 
-    def _low_precision_eps(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
-        """The float32 eps or the dtype's own, whichever reproduces the module's output better where the two matter most."""
-        choices = [replace(facts, eps=eps) for eps in (facts.eps, torch.finfo(dtype).eps)]
-        x = (math.prod(choice.eps for choice in choices) ** 0.25 * self._input(8, 8)).to(dtype)
-        y = self._neutral(facts, x)
-        return min(choices, key=lambda choice: relative_error(y, _normalise(x.double(), choice)))
+    def _dtype_eps(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
+        """The float32 eps or the dtype's own, judged where the two matter most."""
+        other = torch.finfo(dtype).eps
+        x = ((facts.eps * other) ** 0.25 * self._input(8, 8)).to(dtype)
+        return replace(facts, eps=closest_eps(facts, (facts.eps, other), x, self._neutral(facts, x)))
 
-    def _low_precision(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
+    def _rounding(self, facts: NormFacts, dtype: torch.dtype) -> NormFacts:
         """Add where a low-precision module rounds; one that raises keeps "unknown" and no dtype."""
         x = self._input(2, max(32, 2048 // self._width)).to(dtype)
         weight = (0.3 * self._random(self._width) + (1.0 - facts.zero_centered_gamma)).to(dtype)
         bias = self._random(self._width).to(dtype)
         try:
-            y = self._run(x, _named(facts, weight, bias))
+            y = self._run(x, named(facts, weight, bias))
         except ProbeError:
             return facts
-        core = _normalise(x.float(), facts)
-        once = _affine(core, facts, weight.float(), bias.float()).to(dtype)
-        early = _affine(core.to(dtype), facts, weight, bias)
-        same = [float((y.to(dtype) == expected).double().mean()) >= _SAME_BITS for expected in (once, early)]
-        rounding: Rounding = "float32" if same[0] else "before-weight" if same[1] else "unknown"
-        return replace(facts, rounding=rounding, keeps_dtype=y.dtype == dtype)
-
-
-def _named(facts: NormFacts, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """Values under the names of the parameters that the norm has."""
-    return {name: value for name, value in ((facts.weight, weight), (facts.bias, bias)) if name is not None}
-
-
-def _centre(x: Tensor, kind: Kind) -> Tensor:
-    return x - x.mean(-1, keepdim=True) if kind == "LayerNorm" else x
-
-
-def _normalise(x: Tensor, facts: NormFacts) -> Tensor:
-    """The formula without gamma and beta, in the dtype of ``x``."""
-    centred = _centre(x, facts.kind)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + facts.eps)
-
-
-def _affine(core: Tensor, facts: NormFacts, weight: Tensor, bias: Tensor) -> Tensor:
-    """The rest of the formula, in the dtype of ``core``."""
-    scaled = core * (weight + float(facts.zero_centered_gamma)) if facts.weight is not None else core
-    return scaled + bias if facts.bias is not None else scaled
+        return replace(facts, rounding=find_rounding(facts, x, weight, bias, y), keeps_dtype=y.dtype == dtype)
 
 
 def _gain(y: Tensor, centred: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from te_convert.facts.activations import has_no_shape
+from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate
 from te_convert.reasons import Reason, ReasonCode, reason
 
@@ -58,11 +58,17 @@ def not_parametrized(site: Candidate) -> Reason | None:
 
 def te_dtype(site: Candidate) -> Reason | None:
     """TE computes in float32, bfloat16 and float16."""
-    dtypes = {p.dtype for p in site.parameters.values() if not has_no_shape(p)}
+    dtypes = {p.dtype for p in site.module.parameters() if not has_no_shape(p)}  # also those behind a parametrization
     if torch.float64 in dtypes:
         return reason(ReasonCode.DTYPE_FLOAT64, "parameters are float64")
-    other = [str(dtype) for dtype in dtypes if dtype not in _DTYPES]
-    return reason(ReasonCode.DTYPE_UNSUPPORTED, f"parameters are {', '.join(other)}") if other else None
+    other = dtypes - set(_DTYPES)
+    return reason(ReasonCode.DTYPE_UNSUPPORTED, f"parameters are {_names(other)}") if other else None
+
+
+def floating_point(site: Candidate) -> Reason | None:
+    """Integer and complex parameters, on which no probe can run."""
+    numbers = all(p.is_floating_point() for p in site.parameters.values() if not has_no_shape(p))
+    return None if numbers else te_dtype(site)
 
 
 def one_dtype(site: Candidate) -> Reason | None:
@@ -148,7 +154,7 @@ ALWAYS: tuple[Guard, ...] = (
 )
 """Guards of every module swap, in the order in which their reasons are shown."""
 
-BEFORE_PROBES: tuple[Guard, ...] = (not_scripted, initialized, plain_tensors, not_empty, not_parametrized)
+BEFORE_PROBES: tuple[Guard, ...] = (not_scripted, initialized, plain_tensors, not_empty, not_parametrized, floating_point)
 """Guards that must hold before the module's mathematics can be probed."""
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from torch import nn
 
 from te_convert.capture.leaves import is_builtin_leaf
 from te_convert.facts.activations import is_activation_candidate, probe_activation
 from te_convert.facts.linears import looks_like_linear
 from te_convert.facts.norms import looks_like_norm
+from te_convert.facts.stand_in import kind_key
 
 
 class LeafPolicy:
-    """Decides per module; activations are probed once per class."""
+    """Decides per module; equal activations are probed once."""
 
     def __init__(self) -> None:
-        self._activations: dict[type[nn.Module], bool] = {}
+        self._activations: dict[Hashable, bool] = {}
 
     def __call__(self, module: nn.Module) -> bool:
         """True when the module becomes one ``call_module`` node."""
@@ -25,7 +28,7 @@ class LeafPolicy:
         return is_activation_candidate(module) and self._is_activation(module)
 
     def _is_activation(self, module: nn.Module) -> bool:
-        cls = type(module)
-        if cls not in self._activations:
-            self._activations[cls] = probe_activation(module) is not None
-        return self._activations[cls]
+        key = kind_key(module)
+        if key not in self._activations:
+            self._activations[key] = probe_activation(module) is not None
+        return self._activations[key]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from te_convert.facts.norms import NormFacts, NotANorm, probe_norm_cached
+from te_convert.facts.norm_formula import NormFacts
+from te_convert.facts.norms import NotANorm, probe_norm_cached
 from te_convert.match.candidate import Candidate
 from te_convert.reasons import Reason, ReasonCode, reason
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from te_convert.capture.graph import Capture
 from te_convert.capture.run import describe_error
 from te_convert.config import ConvertConfig
-from te_convert.facts.activations import has_no_shape
 from te_convert.facts.flops import recording_flops
+from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.plan.model import SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded
@@ -50,14 +51,11 @@ def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, fl
     record = site.module.__dict__.get(SITE_ATTRIBUTE)
     if record is not None:
         return _already_converted(record.decision, site, flops)
-    te_module = type(site.module).__module__.startswith("transformer_engine")
-    proposal = None if te_module else _propose(site, rules)
+    extra = _foreign(site)
+    proposal = None if extra else _propose(site, rules)
     if proposal is None and not site.parameters:
         return None
     outcome = Outcome.NO_MATCH
-    extra: tuple[Reason, ...] = ()
-    if te_module:
-        extra = (reason(ReasonCode.MODULE_ALREADY_TE, type(site.module).__qualname__),)
     unwanted = excluded(site, config.include, config.exclude)
     if proposal is not None and unwanted is not None:
         outcome, extra = Outcome.EXCLUDED, (unwanted,)
@@ -79,6 +77,15 @@ def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, fl
         flops=flops,
         precision="recipe" if proposal is None else proposal.precision,
     )
+
+
+def _foreign(site: Candidate) -> tuple[Reason, ...]:
+    """Why no rule is asked about a module: it is TE's own, or compiled TorchScript."""
+    if type(site.module).__module__.startswith("transformer_engine"):
+        return (reason(ReasonCode.MODULE_ALREADY_TE, type(site.module).__qualname__),)
+    if isinstance(site.module, torch.jit.ScriptModule):
+        return (reason(ReasonCode.MODULE_SCRIPTED, str(getattr(site.module, "original_name", type(site.module).__name__))),)
+    return ()
 
 
 def _already_converted(decision: Decision, site: Candidate, flops: int) -> Decision:

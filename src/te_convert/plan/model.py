@@ -173,11 +173,14 @@ class Plan:
         raise KeyError(fqn)
 
     def refuse(self, fqn: str, why: Reason) -> Plan:
-        """A copy in which the site is refused with one more reason; the spec is kept for explanation only."""
-        changed = tuple(
-            replace(d, outcome=Outcome.REFUSED, reasons=(*d.reasons, why)) if d.fqn == fqn else d for d in self.decisions
-        )
-        return replace(self, decisions=changed)
+        """A copy in which the site is refused with one more reason; the spec is kept for explanation only.
+
+        Raises:
+            KeyError: no such site.
+        """
+        site = self.get(fqn)
+        refused = replace(site, outcome=Outcome.REFUSED, reasons=(*site.reasons, why))
+        return replace(self, decisions=tuple(refused if d is site else d for d in self.decisions))
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values with ``"schema"``."""
@@ -197,13 +200,13 @@ class Plan:
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Plan:
+    def from_dict(cls, data: Any) -> Plan:
         """The inverse of :meth:`to_dict`.
 
         Raises:
             LoadError: an unknown schema version, or data that is not a plan.
         """
-        schema = data.get("schema")
+        schema = data.get("schema") if isinstance(data, dict) else None
         if schema != PLAN_SCHEMA:
             raise LoadError(f"the plan has schema {schema!r}; this version reads {PLAN_SCHEMA}", "use the te_convert that wrote it")
         try:
@@ -216,5 +219,5 @@ class Plan:
                 flops_total=data["flops_total"],
                 notes=tuple(data["notes"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LoadError(f"the plan is damaged: {type(error).__name__}: {error}", "convert the model again") from None

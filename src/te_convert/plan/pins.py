@@ -9,8 +9,13 @@ from te_convert.reasons import Reason, ReasonCode, reason
 
 
 def _matches(names: tuple[str, ...], pattern: str) -> bool:
-    """A glob over the whole name; a plain prefix of a name ("encoder.layer.0") takes its whole subtree."""
-    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for name in names)
+    """A glob over the name of the module or of one that contains it: ``encoder.layer.[01]`` takes two whole subtrees."""
+    return any(fnmatchcase(part, pattern) for name in names for part in _with_parents(name))
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def excluded(site: Candidate, include: tuple[str, ...], exclude: tuple[str, ...]) -> Reason | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,8 +35,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Leave autocast, as TE's norms do: they compute in float32 whatever it says.  Meta tensors have no autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def output_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """te.LayerNorm and te.RMSNorm return the autocast dtype under autocast, else the weight's dtype."""
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype

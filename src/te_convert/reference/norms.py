@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from te_convert.reference.module import TwinModule, compute_dtype, output_dtype
+from te_convert.reference.module import TwinModule, compute_dtype, output_dtype, without_autocast
 
 
 class _Norm(TwinModule):
@@ -58,7 +58,7 @@ class LayerNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Input [..., normalized_shape] → the same shape in the weight's dtype (autocast's under autocast)."""
         wide = compute_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             y = F.layer_norm(x.to(wide), self.normalized_shape, self._gamma(wide), self.bias.to(wide), self.eps)
         return y.to(output_dtype(x, self.weight))
 
@@ -73,7 +73,7 @@ class RMSNorm(_Norm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Input [..., normalized_shape] → the same shape in the weight's dtype (autocast's under autocast)."""
         wide = compute_dtype(x.dtype)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             values = x.to(wide)
             scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
             y = values * scale * self._gamma(wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,21 @@ from torch import nn
 
 from te_convert.facts.sharing import find_parents
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Plan
-from te_convert.replacements.build import constructor_arguments, parameter_names
-from te_convert.rewrite.carry_over import carry_attributes, carry_hooks, disable_fast_path, reset_switches
-from te_convert.rewrite.site import Delegate, SiteRecord, get_record, has_transposed, is_converted, site_class, tell_layout
+from te_convert.replacements.build import constructor_arguments, module_class, parameter_names
+from te_convert.rewrite.carry_over import Switch, carry_attributes, carry_hooks, disable_fast_path, reset_switches
+from te_convert.rewrite.files import unwatch_files, watch_files
+from te_convert.rewrite.site import (
+    Delegate,
+    SiteRecord,
+    get_record,
+    is_converted,
+    site_class,
+)
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
 Progress = Callable[[int, int], None]
+Own = Mapping[str, nn.Parameter | None]
+"""A module's own Parameter objects, by name."""
 
 
 @dataclass
@@ -27,19 +36,25 @@ class Applied:
         model: the root; another object than before when the root itself was replaced.
         backend: "reference" or "te".
         sites: converted modules by FQN.
+        taken: the original Parameter objects of the sites that this rewrite made.  A converted module mostly holds the same
+            objects, so they cost nothing but for transposed weights, which live twice as long as this log does.
     """
 
     model: nn.Module
     backend: str
     sites: dict[str, nn.Module] = field(default_factory=dict)
+    taken: dict[str, Own] = field(default_factory=dict)
 
     def undo(self, fqn: str) -> None:
-        """Put the original module of one site back, with the values that the converted one has now."""
-        self.model = restore_site(self.model, self.sites.pop(fqn))
+        """Put the original module of one site back as this rewrite found it, whatever became of the weights in between.
+
+        A site of an earlier conversion gets the values that the converted module has now.
+        """
+        self.model = restore_site(self.model, self.sites.pop(fqn), self.taken.pop(fqn, None))
 
     def undo_all(self) -> None:
-        """Put every original module back."""
-        for fqn in reversed(list(self.sites)):
+        """Put every original module back that this rewrite replaced; sites of an earlier conversion stay."""
+        for fqn in reversed(list(self.taken)):
             self.undo(fqn)
 
 
@@ -57,25 +72,32 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
     modules = dict(model.named_modules())
     parents = find_parents(model)
     done: dict[str, nn.Module] = {}
-    switched: dict[int, Any] = {}
+    switched = known_switches(modules.values())
     try:
         for index, decision in enumerate(plan.converting):
             module = modules[decision.fqn]
             if is_converted(module):
                 done[decision.fqn] = module
                 continue
+            own = dict(module._parameters)
             converted = _convert(module, decision, backend)
-            get_record(converted).switches = disable_fast_path([parent for parent, _ in parents[id(module)]], switched)
+            applied.sites[decision.fqn], applied.taken[decision.fqn] = converted, own
             _replace(applied, parents[id(module)], module, converted)
-            applied.sites[decision.fqn] = converted
+            get_record(converted).switches = disable_fast_path([parent for parent, _ in parents[id(module)]], switched)
             if progress is not None:
                 progress(index + 1, len(plan.converting))
+        watch_files(applied.model)
     except BaseException:
         applied.undo_all()
         raise
     applied.sites.update(done)
-    _watch_loading(applied.model)
     return applied
+
+
+def known_switches(modules: Iterable[nn.Module]) -> dict[int, Any]:
+    """id(module) → original value of what earlier conversions switched."""
+    switches: list[Switch] = [s for module in modules if is_converted(module) for s in get_record(module).switches]
+    return {id(module): value for module, _, value in switches}
 
 
 def _replace(applied: Applied, holders: list[tuple[nn.Module, str]], old: nn.Module, new: nn.Module) -> None:
@@ -91,7 +113,7 @@ def _convert(module: nn.Module, decision: Decision, backend: str) -> nn.Module:
     if spec is None or weights is None:
         raise ValueError(f"{decision.fqn}: a converting decision needs a spec and a weight map")
     cls = site_class(spec, backend)
-    args, kwargs = constructor_arguments(spec, cls.__mro__[2])
+    args, kwargs = constructor_arguments(spec, module_class(spec, backend))
     converted = cls(*args, **kwargs)
     _assign_parameters(module, converted, weights, parameter_names(spec))
     carry_hooks(module, converted)
@@ -131,10 +153,16 @@ def filled(op: Fill, like: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(torch.full((op.size,), op.value, dtype=like.dtype, device=like.device), requires_grad=False)
 
 
-def restore_parameters(converted: nn.Module) -> nn.Module:
-    """Fill the original module of a site with the converted one's values (the same Parameter objects where possible)."""
+def restore_parameters(converted: nn.Module, own: Own | None = None) -> nn.Module:
+    """Fill the original module of a site with its ``own`` Parameters, else with the converted one's values.
+
+    Without ``own`` the Parameter objects are the converted module's, except where the layout differs.
+    """
     record = get_record(converted)
     original, weights = record.original, record.decision.weights
+    if own is not None:
+        original._parameters.update(own)
+        return original
     assert weights is not None
     for op in weights.ops:
         if isinstance(op, Move):
@@ -144,32 +172,18 @@ def restore_parameters(converted: nn.Module) -> nn.Module:
     return original
 
 
-def restore_site(root: nn.Module, converted: nn.Module) -> nn.Module:
-    """Put the original module back in place of a converted one; returns the root (another object if it was the site)."""
-    original = restore_parameters(converted)
+def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) -> nn.Module:
+    """Put the original module back in place of a converted one; returns the root (another object if it was the site).
+
+    With its ``own`` Parameters it is exactly as it was; without, it takes over the converted module's values and hooks.
+    """
+    original = restore_parameters(converted, own)
     original.__dict__.pop("forward", None)
-    carry_hooks(converted, original)
+    if own is None:
+        carry_hooks(converted, original)
     original.training = converted.training
     for parent, name in find_parents(root)[id(converted)]:
         parent._modules[name] = original
     reset_switches(get_record(converted).switches, is_converted)
-    stop_watching(root)
+    unwatch_files(root)
     return original if root is converted else root
-
-
-def _watch_loading(model: nn.Module) -> None:
-    """Register the hook that tells square transposed weights the layout of a state dict; once per root."""
-    if any(map(has_transposed, model.modules())) and not _layout_hooks(model):
-        model.register_load_state_dict_pre_hook(tell_layout)
-
-
-def _layout_hooks(model: nn.Module) -> list[int]:
-    hooks = model._load_state_dict_pre_hooks
-    return [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is tell_layout]
-
-
-def stop_watching(model: nn.Module) -> None:
-    """Remove the load hook from a root that has no transposed site left."""
-    if not any(map(has_transposed, model.modules())):
-        for key in _layout_hooks(model):
-            del model._load_state_dict_pre_hooks[key]

@@ -18,6 +18,12 @@ _HOOKS = (
     "_is_full_backward_hook",
     "_non_persistent_buffers_set",
 )
+_STATE_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
@@ -25,6 +31,9 @@ def carry_hooks(source: nn.Module, dest: nn.Module) -> None:
     """Share the hook dictionaries, so that handles given out before the conversion still remove their hook."""
     for name in _HOOKS:
         if name in source.__dict__:
+            dest.__dict__[name] = source.__dict__[name]
+    for name in _STATE_HOOKS:
+        if not dest.__dict__.get(name):  # a TE module may have registered its own
             dest.__dict__[name] = source.__dict__[name]
 
 

@@ -18,7 +18,7 @@ from te_convert.replacements.build import module_class
 from te_convert.replacements.specs import LinearSpec, Spec
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
-_EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 LAYOUT_KEY = "te_convert_layout"
 
 
@@ -89,9 +89,9 @@ class Site(nn.Module):
     # ---- state dict ----------------------------------------------------------------------------------------------
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        extra = destination.get(prefix + _EXTRA)
+        extra = destination.get(prefix + EXTRA_STATE)
         if isinstance(extra, torch.Tensor) and extra.numel() == 0:
-            del destination[prefix + _EXTRA]
+            del destination[prefix + EXTRA_STATE]
         for op in _weights(self).ops:
             if isinstance(op, Fill):
                 destination.pop(prefix + op.dest, None)
@@ -114,7 +114,7 @@ class Site(nn.Module):
             error_msgs.append(problem)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        forgiven = {prefix + _EXTRA} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
+        forgiven = {prefix + EXTRA_STATE} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
         missing_keys[:] = [key for key in missing_keys if key not in forgiven]
 
 
@@ -152,7 +152,7 @@ def _to_te_layout(module: nn.Module, state_dict: dict[str, Any], prefix: str, me
             )
         if layout == "original":
             state_dict.pop(prefix + op.source)
-            state_dict[prefix + op.dest] = tensor.t()
+            state_dict[prefix + op.dest] = tensor.t().contiguous()
     return None
 
 
@@ -161,9 +161,7 @@ def _layout_of(module: nn.Module, op: Transpose, tensor: torch.Tensor) -> str | 
     own = tuple(getattr(module, op.dest).shape)
     if own[0] != own[1]:
         return "te" if tuple(tensor.shape) == own else "original"
-    record = get_record(module)
-    incoming, record.incoming = record.incoming, None
-    return incoming
+    return get_record(module).incoming
 
 
 def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -181,6 +179,13 @@ def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
                     seen = "te" if tuple(tensor.shape) == own else "original"
     for record in square:
         record.incoming = seen
+
+
+def forget_layout(root: nn.Module, _: Any) -> None:
+    """Load hook of a converted root: what :func:`tell_layout` saw holds for one load only."""
+    for module in root.modules():
+        if is_converted(module):
+            get_record(module).incoming = None
 
 
 def has_transposed(module: nn.Module) -> bool:

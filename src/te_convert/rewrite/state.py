@@ -12,7 +12,7 @@ from torch import nn
 from te_convert.errors import InputError
 from te_convert.facts.sharing import module_names
 from te_convert.rewrite.apply import restore_site
-from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
+from te_convert.rewrite.site import EXTRA_STATE, LAYOUT_KEY, get_record, is_converted
 from te_convert.weights.ops import Fill, Transpose, WeightMap
 
 
@@ -53,7 +53,7 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
             for parameter_name, parameter in module._parameters.items():
                 if parameter is not None:
                     state[prefix + parameter_name] = parameter.detach()
-            state[f"{prefix}_extra_state"] = torch.empty(0, dtype=torch.uint8)
+            state.setdefault(f"{prefix}{EXTRA_STATE}", torch.empty(0, dtype=torch.uint8))
     return state
 
 
@@ -66,6 +66,8 @@ def original_state_dict(model: nn.Module) -> dict[str, Any]:
     result: dict[str, Any] = OrderedDict()
     for key, tensor in model.state_dict().items():
         prefix, leaf = _split(key, sites)
+        if leaf == EXTRA_STATE:  # TE's quantisation history; the original knows nothing of it
+            continue
         op = next((op for op in sites[prefix].ops if op.dest == leaf), None) if leaf else None
         if op is None:
             result[key] = tensor

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from te_convert.facts.norms import NormFacts, looks_like_norm
+from te_convert.facts.norm_formula import NormFacts
+from te_convert.facts.norms import looks_like_norm
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
 from te_convert.match.norms import declared_norm_reasons, norm_reasons, probe_norm_site

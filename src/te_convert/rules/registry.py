@@ -15,19 +15,29 @@ BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(
 ENTRY_POINT_GROUP = "te_convert.rules"
 
 
+def _load(entry: metadata.EntryPoint) -> AnyRule:
+    try:
+        loaded = entry.load()
+        rule = loaded() if isinstance(loaded, type) else loaded
+    except Exception as error:  # whatever another package's import raises
+        raise InputError(
+            f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} fails: {type(error).__name__}: {error}",
+            "remove or fix that package",
+        ) from error
+    if not isinstance(rule, Rule):
+        raise InputError(f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} is not a Rule", "remove or fix that package")
+    return rule
+
+
 def load_rules() -> tuple[AnyRule, ...]:
     """Third-party rules (entry point group ``te_convert.rules``) first, then the built-in ones.
 
     Raises:
-        InputError: an entry point is not a rule, or two rules share an id.
+        InputError: an entry point fails or is not a rule, or two rules share an id.
     """
     found: list[AnyRule] = []
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        loaded = entry.load()
-        rule = loaded() if isinstance(loaded, type) else loaded
-        if not isinstance(rule, Rule):
-            raise InputError(f"entry point {entry.name!r} of {ENTRY_POINT_GROUP} is not a Rule", "remove or fix that package")
-        found.append(rule)
+        found.append(_load(entry))
     rules = (*found, *BUILTIN_RULES)
     ids = [rule.id for rule in rules]
     twice = sorted({name for name in ids if ids.count(name) > 1})

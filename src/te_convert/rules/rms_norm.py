@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from te_convert.facts.norms import NormFacts, looks_like_norm
+from te_convert.facts.norm_formula import NormFacts
+from te_convert.facts.norms import looks_like_norm
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
 from te_convert.match.norms import declared_norm_reasons, norm_reasons, probe_norm_site
@@ -36,7 +37,9 @@ class RMSNormRule(Rule[NormFacts]):
             return NearMiss(self.kind, declared)
         facts = probe_norm_site(site)
         if isinstance(facts, NormFacts):
-            return facts if facts.kind == "RMSNorm" and facts.bias is None else None
+            if facts.kind == "RMSNorm" and facts.bias is None:
+                return facts
+            return _near_miss(site, facts)
         name = type(site.module).__name__
         if isinstance(site.module, nn.RMSNorm) or "norm" in name.lower():
             kind = self.kind if isinstance(site.module, nn.RMSNorm) else name
@@ -56,3 +59,10 @@ class RMSNormRule(Rule[NormFacts]):
         """The weight under TE's name."""
         del site
         return WeightMap(() if facts.weight is None else (Move(facts.weight, "weight"),))
+
+
+def _near_miss(site: Candidate, facts: NormFacts) -> NearMiss:
+    """An RMSNorm with a bias, or a subclass of nn.RMSNorm that is a LayerNorm: norms, and none of TE's replaces them here."""
+    name = type(site.module).__name__
+    detail = f"an RMSNorm with a bias ({facts.bias})" if facts.kind == "RMSNorm" else "an nn.RMSNorm that subtracts the mean"
+    return NearMiss("RMSNorm", (reason(ReasonCode.NORM_NOT_RECOGNISED, f"{name}: {detail}"),))

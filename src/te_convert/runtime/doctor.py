@@ -66,8 +66,17 @@ def _check_gpu() -> Check:
             "Transformer Engine's kernels cannot run; conversion and verification work on the twins",
             "run on a machine with an NVIDIA GPU and driver; the emitted directory is the same",
         )
-    capability = torch.cuda.get_device_capability()
-    fact = f"{torch.cuda.get_device_name()} (compute capability {capability[0]}.{capability[1]})"
+    try:
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+    except Exception as error:  # RuntimeError, AssertionError, ...: whatever the driver makes torch say
+        return Check(
+            "GPU",
+            False,
+            f"CUDA is available but the device cannot be queried: {type(error).__name__}: {error}",
+            "Transformer Engine's kernels cannot run; conversion and verification work on the twins",
+            "check the driver with nvidia-smi",
+        )
+    fact = f"{name} (compute capability {capability[0]}.{capability[1]})"
     if capability < _MIN_CAPABILITY_FP8:
         return Check("GPU", True, fact, "FP8 recipes need compute capability 8.9; bf16 works", "use recipe=None or 'bf16'")
     return Check("GPU", True, fact)

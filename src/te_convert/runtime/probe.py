@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -67,6 +68,8 @@ def probe_transformer_engine() -> TransformerEngineProbe:
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
     if done.returncode != 0:
         return TransformerEngineProbe(True, False, lines[-1] if lines else f"exit status {done.returncode}", version)
+    if '"linear": true' not in done.stdout:
+        return TransformerEngineProbe(True, False, "it imports, but transformer_engine.pytorch has no Linear", version)
     return TransformerEngineProbe(True, True, "", version)
 
 
@@ -74,8 +77,8 @@ def probe_transformer_engine() -> TransformerEngineProbe:
 def describe_environment() -> dict[str, object]:
     """Versions and devices for reports, as plain JSON values."""
     gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
+    with suppress(Exception):  # a driver that fails half-way; doctor's GPU check says how
+        for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             major, minor = torch.cuda.get_device_capability(index)
             gpus.append({"name": torch.cuda.get_device_name(index), "compute_capability": f"{major}.{minor}"})
     facts: dict[str, object] = {

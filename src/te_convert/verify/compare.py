@@ -17,12 +17,17 @@ Outputs = Sequence[tuple[str, torch.Tensor]]
 
 
 def compare(original: torch.Tensor, converted: torch.Tensor) -> Figures:
-    """Figures over the finite elements; non-finite ones must sit at the same places with the same values."""
-    if original.shape != converted.shape or original.is_nested != converted.is_nested:
+    """Figures over the finite elements; non-finite ones must sit at the same places with the same values.
+
+    Another shape or another dtype cannot be compared.
+    """
+    if original.is_nested and converted.is_nested:
+        return _compare_nested(original, converted)
+    if original.is_nested or converted.is_nested or original.shape != converted.shape or original.dtype != converted.dtype:
         return MISMATCH
     if original.numel() == 0:
         return Figures(math.inf, 0.0, bit_equal=True, numel=0)
-    a, b = original.detach().to(torch.float64), converted.detach().to(torch.float64)
+    a, b = _as_float64(original), _as_float64(converted)
     finite = torch.isfinite(a)
     if not bool(torch.equal(finite, torch.isfinite(b))) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
         return MISMATCH
@@ -31,9 +36,23 @@ def compare(original: torch.Tensor, converted: torch.Tensor) -> Figures:
     worst, noise, signal = (float(t) for t in (_max(difference), difference.pow(2).sum(), a.pow(2).sum()))
     peak = float(_max(a.abs()))
     if worst == 0.0:
-        return Figures(math.inf, 0.0, bit_equal=original.dtype == converted.dtype, numel=original.numel())
+        return Figures(math.inf, 0.0, bit_equal=True, numel=original.numel())
     sqnr = 10 * math.log10(signal / noise) if signal > 0 else -math.inf
     return Figures(sqnr, worst / peak if peak > 0 else math.inf, bit_equal=False, numel=original.numel())
+
+
+def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.to(torch.float64)
+
+
+def _compare_nested(original: torch.Tensor, converted: torch.Tensor) -> Figures:
+    parts, others = original.unbind(), converted.unbind()
+    if len(parts) != len(others):
+        return MISMATCH
+    return worst_of(("", compare(a, b)) for a, b in zip(parts, others, strict=True))[1]
 
 
 def _max(values: torch.Tensor) -> torch.Tensor:
@@ -69,7 +88,7 @@ def error_ratio(reference: Outputs, original: Outputs, converted: Outputs, dtype
     """
     own, other, numel = 0.0, 0.0, 0
     for (_, exact), (_, a), (_, b) in zip(reference, original, converted, strict=True):
-        if not exact.is_floating_point() or exact.shape != b.shape or exact.shape != a.shape:
+        if exact.is_nested or not exact.is_floating_point() or exact.shape != b.shape or exact.shape != a.shape:
             continue
         exact, a, b = (t.detach().to(torch.float64) for t in (exact, a, b))
         finite = torch.isfinite(exact) & torch.isfinite(a) & torch.isfinite(b)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from te_convert.capture.run import describe_error
 from te_convert.capture.tensors import model_device
@@ -18,6 +20,7 @@ from te_convert.verify.run import Setting, prepared, run
 from te_convert.verify.tolerance import judge_float32, judge_float64, judge_ratio
 
 _MAX_SEARCHES = 16
+_SAME = "same structure, shapes, dtypes and non-finite places"
 Progress = Callable[[int, int], None]
 OriginalRun = Callable[[Expected, torch.dtype], "Expected | None"]
 
@@ -26,7 +29,7 @@ OriginalRun = Callable[[Expected, torch.dtype], "Expected | None"]
 class _State:
     applied: Applied
     reference: Reference
-    recorder: SiteRecorder = field(default_factory=SiteRecorder)
+    recorder: SiteRecorder
     sites: dict[str, SiteParity] = field(default_factory=dict)
     reverted: list[RevertedSite] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -44,7 +47,7 @@ def verify_applied(applied: Applied, reference: Reference, revert: bool = True, 
     Returns:
         The verdict on what is left in ``applied.model``.
     """
-    state = _State(applied, reference, notes=list(reference.notes))
+    state = _State(applied, reference, SiteRecorder(applied.taken), notes=list(reference.notes))
     _isolate(state)
     if revert:
         _revert_failing_sites(state)
@@ -93,7 +96,7 @@ def _isolate(state: _State) -> None:
         if fqn in recorder.figures:
             state.sites[fqn] = recorder.verdict(fqn, site)
         else:
-            state.sites[fqn] = random_site_parity(fqn, site, None)
+            state.sites[fqn] = random_site_parity(fqn, site, state.applied.taken.get(fqn))
 
 
 def _revert_failing_sites(state: _State) -> None:
@@ -121,27 +124,30 @@ def _compare_all(state: _State, progress: Progress | None) -> list[ScenarioParit
     return results
 
 
-def _compare_one(state: _State, expected: Expected) -> list[ScenarioParity]:
-    """float32: one comparison.  Low precision: the mapping in float32 (twins only), and the error ratio."""
-    model, low = state.applied.model, state.reference.low
+def _compare_one(state: _State, expected: Expected, root: nn.Module | None = None) -> list[ScenarioParity]:
+    """float32: one comparison.  Low precision: the mapping in float32 (twins only), and the error ratio.
+
+    ``root`` is the model to run while some sites are as they were; by default the rewritten one.
+    """
+    model, low = root if root is not None else state.applied.model, state.reference.low
     try:
         outputs = run(model, expected.scenario, expected.setting)
         if low is None:
-            return [_judge_exact(state, expected, outputs, "float32")]
+            return [_judge_exact(state, model, expected, outputs, "float32")]
         results = []
         if expected.exact is not None:
             results.append(_judge_low(expected, outputs, low))
             if state.applied.backend == "reference":
                 wide = run(model, expected.scenario, Setting(expected.setting.perturb, torch.float32))
                 exact = Expected(expected.scenario, Setting(expected.setting.perturb, torch.float32), expected.exact)
-                results.append(_judge_exact(state, exact, wide, "float32"))
-        return results or [_judge_exact(state, expected, outputs, str(low).removeprefix("torch."))]
+                results.append(_judge_exact(state, model, exact, wide, "float32"))
+        return results or [_judge_exact(state, model, expected, outputs, str(low).removeprefix("torch."))]
     except Exception as error:
         state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
         return [ScenarioParity(expected.scenario.name, "", expected.setting.perturb, MISMATCH, None, "must run", passed=False)]
 
 
-def _judge_exact(state: _State, expected: Expected, outputs: Outputs, dtype: str) -> ScenarioParity:
+def _judge_exact(state: _State, model: nn.Module, expected: Expected, outputs: Outputs, dtype: str) -> ScenarioParity:
     path, figures = compare_outputs(expected.outputs, outputs)
     verdict = judge_float32(figures)
     found = ScenarioParity(
@@ -149,15 +155,22 @@ def _judge_exact(state: _State, expected: Expected, outputs: Outputs, dtype: str
     )
     if verdict.passed or state.applied.backend != "reference" or figures is MISMATCH:
         return found
-    return _recheck_in_float64(state, expected, found)
+    return _recheck_in_float64(state, model, expected, found)
 
 
-def _recheck_in_float64(state: _State, expected: Expected, missed: ScenarioParity) -> ScenarioParity:
-    """A missed float32 bound is rounding exactly when the difference vanishes in float64; otherwise it stands."""
-    model, setting = state.applied.model, Setting(expected.setting.perturb, torch.float64)
+def _recheck_in_float64(state: _State, model: nn.Module, expected: Expected, missed: ScenarioParity) -> ScenarioParity:
+    """A missed float32 bound is rounding exactly when the difference vanishes in float64; otherwise it stands.
+
+    The original modules put back must first give the recorded result: with other weights than the original's (a converted model
+    that someone changed) float64 would compare the converted model with itself.
+    """
+    setting = Setting(expected.setting.perturb, torch.float64)
     try:
-        with as_original(list(state.applied.sites.values())):
-            original = run(model, expected.scenario, setting)
+        with as_original(state.applied, list(state.applied.sites)) as restored:
+            again = run(restored, expected.scenario, expected.setting)
+            if not judge_float32(compare_outputs(expected.outputs, again)[1]).passed:
+                return missed
+            original = run(restored, expected.scenario, setting)
         path, figures = compare_outputs(original, run(model, expected.scenario, setting))
     except Exception as error:
         state.notes.append(f"{missed.name}: no float64 run to tell rounding from error: {describe_error(error)}")
@@ -174,12 +187,17 @@ def _recheck_in_float64(state: _State, expected: Expected, missed: ScenarioParit
 
 def _judge_low(expected: Expected, outputs: Outputs, low: torch.dtype) -> ScenarioParity:
     assert expected.exact is not None
+    dtype = str(low).removeprefix("torch.")
     path, figures = compare_outputs(expected.outputs, outputs)
+    if figures.sqnr_db == -math.inf:
+        return ScenarioParity(
+            expected.scenario.name, dtype, expected.setting.perturb, figures, None, _SAME, passed=False, output=path
+        )
     ratio, numel = error_ratio(expected.exact, expected.outputs, outputs, low)
     verdict = judge_ratio(ratio, numel)
-    passed = verdict.passed and figures is not MISMATCH
-    dtype = str(low).removeprefix("torch.")
-    return ScenarioParity(expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, verdict.bound, passed, path)
+    return ScenarioParity(
+        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, verdict.bound, verdict.passed, path
+    )
 
 
 # ---- which site is it? -----------------------------------------------------------------------------------------------
@@ -193,9 +211,8 @@ def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
     expected, names = _failing(state, scenarios), list(state.applied.sites)
 
     def passes(prefix: int) -> bool:
-        others = [state.applied.sites[name] for name in names[prefix:]]
-        with as_original(others):
-            return all(s.passed for s in _compare_one(state, expected))
+        with as_original(state.applied, names[prefix:]) as root:
+            return all(s.passed for s in _compare_one(state, expected, root))
 
     if not passes(0):  # not one site's numbers: something about the replacement itself
         _revert_everything(state, scenarios)

@@ -92,7 +92,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"  before: {tokenizer.decode(x, skip_special_tokens=True)!r}")
         print(f"  after:  {tokenizer.decode(y, skip_special_tokens=True)!r}")
         print(f"  {count_equal(x, y)} of {max(len(x), len(y))} tokens equal\n")
-    print(render_headline(result.report))
+    print(render_headline(result.report).splitlines()[0])
+    if not result.converted:
+        print("Nothing was converted, so equal tokens say nothing; the report above says why.")
     print(f"{equal} of {total} tokens equal in {dtype}")
     if dtype == "float32" and (equal != total or not result.report.parity.passed):
         print("FAILED: the converted model writes something else, or parity did not pass")

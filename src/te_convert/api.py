@@ -230,14 +230,15 @@ class _Conversion:
             return None, describe_error(error)
 
     def _unchanged(self, problem: str) -> Result:
-        plan = Plan(type(self.original).__name__, (), recipe=self.config.recipe, notes=(f"copy.deepcopy failed: {problem}",))
-        parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
+        """The model could not be copied: say what would have been converted, and why it was not."""
+        _, captured, notes = observe(self.original, self.given, self.config)
+        plan = make_plan(self.original, captured, self.config, notes)
         why = reason(ReasonCode.MODEL_NOT_COPYABLE, problem)
+        for decision in plan.converting:
+            plan = plan.refuse(decision.fqn, why)
+        parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
         report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
-        result = Result(self.original, report, plan)
-        if self.config.strict:
-            _demand_everything(result)
-        return result
+        return Result(self.original, report, plan)
 
     def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
         """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""
@@ -334,15 +335,15 @@ def _warnings(plan: Plan, parity: Parity) -> tuple[str, ...]:
 
 
 def _demand_everything(result: Result) -> None:
-    parity = result.report.parity
+    parity, see = result.report.parity, "the report (error.report) says why"
     if parity.reverted:
-        raise ConversionError(
-            f"{len(parity.reverted)} sites failed parity: {parity.reverted[0].fqn}", "see the report without strict"
-        )
-    if result.plan.converting and not parity.passed:
-        raise ConversionError(f"the conversion is not verified (parity: {parity.status})", "pass example_inputs, or drop strict")
+        fqns = ", ".join(site.fqn or "the root" for site in parity.reverted[:5])
+        raise ConversionError(f"{len(parity.reverted)} sites failed parity: {fqns}", see, result.report)
     if not result.plan.converting:
-        raise ConversionError("nothing was converted", "see the report without strict")
+        raise ConversionError("nothing was converted", see, result.report)
+    if not parity.passed:
+        what = f"the conversion is not verified (parity: {parity.status})"
+        raise ConversionError(what, "pass example_inputs, or drop strict", result.report)
 
 
 _PLAN_ATTRIBUTE = "_te_convert_plan"

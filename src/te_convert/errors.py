@@ -6,6 +6,8 @@ lacks what was demanded.  A site that cannot be converted is not an error; it is
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TeConvertError(Exception):
     """Base class: ``str(error)`` is one line, ``error.hint`` says what to do, ``error.exit_code`` is the CLI's exit code."""
@@ -26,9 +28,13 @@ class LoadError(TeConvertError):
 
 
 class ConversionError(TeConvertError):
-    """``strict=True`` was asked for and something was not converted as planned or not verified."""
+    """``strict=True`` was asked for and something was not converted as planned or not verified; ``error.report`` tells all."""
 
     exit_code = 3
+
+    def __init__(self, message: str, hint: str = "", report: Any = None) -> None:
+        super().__init__(message, hint)
+        self.report = report
 
 
 class EnvironmentLacksError(TeConvertError):

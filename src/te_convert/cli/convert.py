@@ -11,9 +11,11 @@ from te_convert.cli.analyze import print_plan
 from te_convert.cli.options import ModelOptions, json_option, model_options, quiet_option
 from te_convert.cli.output import print_answer, print_json, say, text_style, working
 from te_convert.config import BACKENDS
+from te_convert.errors import ConversionError
 
 if TYPE_CHECKING:
     from te_convert.api import Result
+    from te_convert.report.model import Report
 
 EXIT_CONVERTED, EXIT_UNCHANGED, EXIT_PARITY = 0, 1, 3
 
@@ -64,19 +66,24 @@ def convert(
     with working(quiet) as progress:
         api.check_out(out, force)
         opened, example_inputs = chosen.open()
-        result = api.convert(
-            opened.model,
-            example_inputs,
-            backend=backend,
-            inplace=True,
-            verify=not no_verify,
-            strict=strict,
-            progress=progress,
-            fuse=True,
-            **chosen.choices,
-        )
+        try:
+            result = api.convert(
+                opened.model,
+                example_inputs,
+                backend=backend,
+                inplace=True,
+                verify=not no_verify,
+                strict=strict,
+                progress=progress,
+                fuse=True,
+                **chosen.choices,
+            )
+        except ConversionError as error:
+            if error.report is not None:
+                _print_report(error.report, as_json, quiet)
+            raise
         written = api.save(result, out, source=opened.source, force=force)
-    _print_report(result, as_json, quiet)
+    _print_report(result.report, as_json, quiet)
     _say_where(written, result.converted, quiet)
     return exit_code(result, verified=not no_verify)
 
@@ -89,15 +96,15 @@ def exit_code(result: Result, verified: bool) -> int:
     return EXIT_PARITY if result.report.parity.status in unproven else EXIT_CONVERTED
 
 
-def _print_report(result: Result, as_json: bool, quiet: bool) -> None:
+def _print_report(report: Report, as_json: bool, quiet: bool) -> None:
     from te_convert.report.text import render_headline, render_text
 
     if as_json:
-        print_json(result.report.to_dict())
+        print_json(report.to_dict())
     elif quiet:
-        print_answer(render_headline(result.report))
+        print_answer(render_headline(report))
     else:
-        print_answer(render_text(result.report, **text_style()))
+        print_answer(render_text(report, **text_style()))
 
 
 def _say_where(written: Path, converted: bool, quiet: bool) -> None:

@@ -1,0 +1,71 @@
+"""torch's fused encoder layer would read the weights past the replacements: it is switched off, and on again by undo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import te_convert
+from te_convert.rewrite.apply import restore_site
+from te_convert.rewrite.site import is_converted
+from tests.rewrite.rewrite_samples import converted, floats, perturb
+
+INPUTS = (floats(2, 5, 16),)
+
+
+def encoder(depth: int = 2) -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False).eval()
+
+
+def switches(model: nn.TransformerEncoder) -> list[int]:
+    return [int(layer.activation_relu_or_gelu) for layer in model.layers]  # type: ignore[arg-type]
+
+
+def test_replacements_run_in_eval_without_gradients() -> None:
+    model = perturb(encoder())
+    expected = model(*INPUTS)
+    root = converted(model, INPUTS)
+    forward, seen = type(root.layers[0].linear1).forward, list[int]()
+
+    class Counted(type(root.layers[0].linear1)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(1)
+            result: torch.Tensor = forward(self, x)
+            return result
+
+    root.layers[0].linear1.__class__ = Counted
+    with torch.no_grad():
+        torch.testing.assert_close(root(*INPUTS), expected)
+    assert seen == [1]
+
+
+def test_revert_restores_the_switch() -> None:
+    model = encoder()
+    before = switches(model)
+    assert 0 not in before
+    root = converted(model, INPUTS)
+    assert switches(root) == [0, 0]
+    assert switches(te_convert.revert(root)) == before  # type: ignore[arg-type]
+
+
+def test_the_switch_stays_off_while_any_child_is_converted() -> None:
+    model = encoder(1)
+    before = switches(model)
+    root = converted(model, INPUTS, include=["*linear1", "*linear2"])
+    for name in ("layers.0.linear1", "layers.0.linear2"):
+        assert switches(root) == [0]
+        site = root.get_submodule(name)
+        restore_site(root, site)
+    assert switches(root) == before
+
+
+@pytest.mark.parametrize("order", [("*linear1", "*"), ("*norm2", "*")])
+def test_a_conversion_in_two_steps_reverts_to_the_original_switch(order: tuple[str, str]) -> None:
+    model = encoder(1)
+    before = switches(model)
+    for pattern in order:
+        model = converted(model, INPUTS, include=pattern)
+    assert sum(map(is_converted, model.modules())) >= 4
+    assert switches(te_convert.revert(model)) == before  # type: ignore[arg-type]

@@ -1,0 +1,201 @@
+"""How verification runs a model: perturbed, widened, at other shapes, and what it says of originals that are odd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import te_convert
+from te_convert.capture.scenario import Scenario, normalize_inputs
+from te_convert.verify.compare import compare
+from te_convert.verify.perturb import named_original_parameters, perturbed
+from te_convert.verify.reference import record_reference
+from te_convert.verify.run import Setting, run
+from te_convert.verify.variants import other_values, shape_variants
+from tests.verify.model_zoo import build, perturb
+
+
+# ---- perturbation ----------------------------------------------------------------------------------------------------
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_perturbation_moves_every_1d_parameter_and_puts_the_bits_back(dtype: torch.dtype) -> None:
+    model, _ = build("bert", dtype)
+    before, objects = values_of(model), [id(p) for p in model.parameters()]
+    with pytest.raises(KeyError, match="planted"), perturbed(model):
+        for name, value in values_of(model).items():
+            assert torch.equal(value, before[name]) is (value.dim() != 1), name
+        raise KeyError("planted")
+    assert all(torch.equal(value, before[name]) for name, value in values_of(model).items())
+    assert [id(p) for p in model.parameters()] == objects
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "sequential"])
+def test_original_and_converted_get_the_same_noise(name: str) -> None:
+    model, inputs = build(name)
+    converted = te_convert.convert(copy.deepcopy(model), inputs).model
+    assert [n for n, _ in named_original_parameters(converted)] == [n for n, _ in named_original_parameters(model)]
+    with perturbed(model), perturbed(converted):
+        for (_, a), (_, b) in zip(named_original_parameters(model), named_original_parameters(converted), strict=True):
+            assert torch.equal(a, b if a.shape == b.shape and torch.equal(a, b) else b.t())
+
+
+def test_the_filled_in_bias_is_not_perturbed() -> None:
+    converted = te_convert.convert(nn.Sequential(nn.LayerNorm(8, bias=False)), (torch.randn(2, 8),)).model
+    with perturbed(converted):
+        assert torch.equal(converted[0].bias, torch.zeros(8))  # type: ignore[index]
+        assert not torch.equal(converted[0].weight, torch.ones(8))  # type: ignore[index]
+
+
+# ---- widening --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "vit", "mamba", "t5"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_widened_run_gives_the_float32_result(name: str, dtype: torch.dtype) -> None:
+    model, inputs = build(name, dtype)
+    perturb(model)
+    (scenario,) = normalize_inputs(inputs)
+    before = values_of(model)
+    wide = run(model, scenario, Setting(widen=torch.float32))
+    narrow = run(model, scenario, Setting())
+    float32 = copy.deepcopy(model).float()
+    cast = {key: v.float() if v.is_floating_point() else v for key, v in inputs.items()}
+    exact = run(float32, Scenario("", (), cast), Setting())
+    for (path, a), (_, b), (_, c) in zip(exact, wide, narrow, strict=True):
+        assert b.dtype is torch.float32 or not b.is_floating_point(), path
+        assert compare(a, b).sqnr_db > 100, path
+        assert not a.is_floating_point() or compare(a, c.float()).sqnr_db < 80, path
+    assert all(torch.equal(value, before[key]) and value.dtype is dtype for key, value in values_of(model).items())
+
+
+def test_buffers_are_widened_and_put_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
+    buffer = model[1].running_mean
+    outputs = run(model, Scenario("", (torch.randn(8, 4).bfloat16(),), {}, training=True), Setting(widen=torch.float32))
+    assert outputs[0][1].dtype is torch.float32
+    assert model[1].running_mean is buffer
+    assert torch.equal(buffer, torch.zeros(4, dtype=torch.bfloat16))
+
+
+# ---- variants --------------------------------------------------------------------------------------------------------
+def test_variants_double_the_batch_with_other_rows_and_shorten_the_sequence() -> None:
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6)
+    scale = torch.tensor(3.0)
+    doubled, shorter = shape_variants(Scenario("inputs", (ids, scale), {"mask": mask, "flag": True}))
+    assert doubled.args[0].shape == (4, 6)
+    assert torch.equal(doubled.args[0][:2], ids)
+    assert not torch.equal(doubled.args[0][2:], ids)
+    assert doubled.kwargs["mask"].shape == (4, 6)
+    assert (doubled.args[1], doubled.kwargs["flag"]) == (scale, True)
+    assert (shorter.args[0].shape, shorter.kwargs["mask"].shape) == ((2, 3), (2, 3))
+    assert [v.name for v in (doubled, shorter)] == ["inputs[batch doubled]", "inputs[shorter]"]
+    assert shape_variants(Scenario("inputs", (3,), {})) == []
+    assert len(shape_variants(Scenario("inputs", (torch.ones(2, 3, 4, 4),), {}))) == 1
+
+
+def test_other_values_keep_shapes_and_dtypes() -> None:
+    inputs = (torch.arange(6).view(2, 3), torch.randn(2, 3).bfloat16(), torch.tensor(1))
+    changed = other_values(Scenario("inputs", inputs, {}))
+    for old, new in zip(inputs, changed.args, strict=True):
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        assert torch.equal(old, new) is (old.dim() == 0)
+
+
+# ---- odd originals ---------------------------------------------------------------------------------------------------
+class Odd(nn.Module):
+    """A Linear and something odd."""
+
+    def __init__(self, odd: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+        self.odd = odd
+        self.state = [0]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.odd(self, self.proj(x))
+
+
+def count_up(model: Any, y: torch.Tensor) -> torch.Tensor:
+    COUNTER[0] += 1
+    return y + COUNTER[0]
+
+
+COUNTER = [0]
+
+
+@pytest.mark.parametrize(
+    "odd", [lambda m, y: y + float(np.random.default_rng().normal()), count_up], ids=["unseeded generator", "counter"]
+)
+def test_an_original_that_does_not_reproduce_itself_is_seen(odd: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model = Odd(odd)
+    parity = te_convert.convert(model, (torch.randn(2, 8),)).report.parity
+    assert parity.status == "sites-only"
+    assert not parity.passed
+    assert [site.fqn for site in parity.sites] == ["proj"]
+    assert any("does not reproduce itself" in note for note in parity.notes)
+
+
+def test_numpys_global_generator_is_seeded() -> None:
+    parity = te_convert.convert(Odd(lambda m, y: y + float(np.random.rand())), (torch.randn(2, 8),)).report.parity  # noqa: NPY002
+    assert parity.passed
+
+
+def test_an_output_that_ignores_its_input_is_noted() -> None:
+    parity = te_convert.convert(Odd(lambda m, y: y * 0 + 1), (torch.randn(2, 8),)).report.parity
+    assert any("does not depend on the input" in note for note in parity.notes)
+
+
+def test_an_output_without_a_finite_value_is_noted() -> None:
+    parity = te_convert.convert(Odd(lambda m, y: y * float("nan")), (torch.randn(2, 8),)).report.parity
+    assert any("no finite value" in note for note in parity.notes)
+
+
+def test_an_original_that_raises_in_eval_is_compared_site_by_site() -> None:
+    def only_in_training(model: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        if not model.training:
+            raise ValueError("train only")
+        return y
+
+    parity = te_convert.convert(Odd(only_in_training), (torch.randn(2, 8),)).report.parity
+    assert parity.status == "sites-only"
+    assert parity.sites[0].random_input
+    assert any("train only" in note for note in parity.notes)
+
+
+def test_an_original_that_raises_the_second_time_is_noted() -> None:
+    budget = [4]
+
+    def spends(model: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        budget[0] -= 1
+        if budget[0] < 0:
+            raise ValueError("spent")
+        return y
+
+    for start in range(1, 6):  # wherever the run is that fails, convert does not
+        budget[0] = start + 2
+        parity = te_convert.convert(Odd(spends), (torch.randn(2, 8),)).report.parity
+        assert not parity.passed
+
+
+def test_a_model_without_tensors_to_compare_is_not_called_verified() -> None:
+    parity = te_convert.convert(Odd(lambda m, y: float(y.sum())), (torch.randn(2, 8),)).report.parity
+    assert parity.status == "sites-only"
+    assert any("returned no tensor" in note for note in parity.notes)
+
+
+def test_the_reference_leaves_model_and_random_state_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    reference = record_reference(model, normalize_inputs((torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)))
+    assert reference.reproducible
+    assert len(reference.runs) >= 4
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.training

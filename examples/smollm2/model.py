@@ -20,21 +20,11 @@ def gguf_path() -> Path:
 
 
 def build_model() -> nn.Module:
-    """The model with its weights dequantised to float32.
-
-    Transformers' ``from_pretrained(folder, gguf_file=...)`` does the same, but asks for the package accelerate.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    """The model with its weights dequantised to float32."""
+    from transformers import AutoModelForCausalLM
 
     path = gguf_path()
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=FILE)
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    # The file stores the embedding once; the output layer is tied to it.
-    if unexpected or set(missing) - {"lm_head.weight"}:
-        raise RuntimeError(f"the file does not fit the model: missing {missing}, unexpected {unexpected}")
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=FILE, dtype=torch.float32)
     return model.eval()
 
 

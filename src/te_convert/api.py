@@ -238,7 +238,10 @@ class _Conversion:
             plan = plan.refuse(decision.fqn, why)
         parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
         report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
-        return Result(self.original, report, plan)
+        result = Result(self.original, report, plan)
+        if self.config.strict:
+            _demand_everything(result)
+        return result
 
     def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
         """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,14 +57,15 @@ class ReadsNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.norm.variance_epsilon = 0.125
+        setattr(self.norm, "variance_epsilon", 0.125)  # noqa: B010  # an attribute that nn.LayerNorm lacks
         self.proj = nn.Linear(WIDTH, WIDTH)
         proj = self.proj
         self.plain = [proj]
-        self.closure = lambda x: proj(x)
+        self.closure: Callable[[torch.Tensor], torch.Tensor] = lambda x: proj(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.plain[0](self.norm(x)) + self.closure(x) * self.norm.variance_epsilon
+        scale: Any = self.norm.variance_epsilon
+        y: torch.Tensor = self.plain[0](self.norm(x)) + self.closure(x) * scale
         return y
 
 
@@ -78,7 +80,7 @@ def rewritten(model: nn.Module, inputs: Any, **options: Any) -> Applied:
     return apply_plan(model, plan_of(model, inputs, **options), "reference")
 
 
-def converted(model: nn.Module, inputs: Any, **options: Any) -> nn.Module:
+def converted(model: nn.Module, inputs: Any, **options: Any) -> Any:
     """Convert in place and expect parity."""
     result = te_convert.convert(model, inputs, inplace=True, backend="reference", **options)
     assert result.report.parity.passed, result.report

@@ -115,7 +115,8 @@ def _rms(x: torch.Tensor, dim: int, eps: float) -> torch.Tensor:
 
 
 def _no_mean_subtraction(site: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return (_rms(x, -1, site.eps) * site.weight.float() + site.bias.float()).to(x.dtype)
+    y: torch.Tensor = (_rms(x, -1, site.eps) * site.weight.float() + site.bias.float()).to(x.dtype)
+    return y
 
 
 def _mean_subtraction(site: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,8 @@ def _mean_subtraction(site: Any, x: torch.Tensor, _: torch.Tensor) -> torch.Tens
 
 
 def _wrong_dim(site: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return (_rms(x, -2, site.eps) * site.weight.float()).to(y.dtype)
+    wrong: torch.Tensor = (_rms(x, -2, site.eps) * site.weight.float()).to(y.dtype)
+    return wrong
 
 
 def _raises(site: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,9 @@ def test_a_zero_original_has_no_relative_error() -> None:
 
 
 def test_worst_of_takes_the_lowest_sqnr_and_the_largest_error() -> None:
-    name, worst = worst_of([("a", Figures(100, 1e-6, False, 2)), ("b", Figures(50, 1e-8, False, 3)), ("c", Figures(INF, 0, True, 4))])
+    name, worst = worst_of(
+        [("a", Figures(100, 1e-6, False, 2)), ("b", Figures(50, 1e-8, False, 3)), ("c", Figures(INF, 0, True, 4))]
+    )
     assert (name, worst) == ("b", Figures(50, 1e-6, bit_equal=False, numel=9))
     assert worst_of([])[1].bit_equal
 

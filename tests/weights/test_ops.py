@@ -26,7 +26,8 @@ def programs(draw: st.DrawFn) -> tuple[WeightMap, dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     for source, dest in zip(sources, dests, strict=False):
         shape = (draw(st.integers(1, 5)), draw(st.integers(1, 5)))
-        ops.append(draw(st.sampled_from([Move(source, dest), Transpose(source, dest)])))
+        op: WeightOp = Transpose(source, dest) if draw(st.booleans()) else Move(source, dest)
+        ops.append(op)
         tensors[source] = torch.randn(shape, generator=generator).to(dtype)
     if draw(st.booleans()):
         ops.append(Fill("filled constant", draw(st.sampled_from([0.0, 1.0])), 3))

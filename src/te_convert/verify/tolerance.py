@@ -18,6 +18,10 @@ MAX_REL_FLOAT32 = 2e-5
 SQNR_DB_FLOAT64 = 200.0
 """When float32 misses its bound, both sides run in float64: a rounding difference shrinks to about 300 dB, a wrong value stays."""
 
+ROUNDING_RATIO = 4.0
+"""Such a float32 difference is rounding only if the converted side is as close to the float64 result as the original is, up to the
+scatter of two different roundings.  Rounding to a narrower dtype inside would be thousands of times farther."""
+
 ERROR_RATIO = 1.25
 """Low precision: rms error against the float32 original, converted over original.  1.0 means as accurate as the original."""
 
@@ -41,6 +45,11 @@ def judge_float32(figures: Figures) -> Verdict:
 def judge_float64(figures: Figures) -> Verdict:
     """float64 against float64, to tell rounding from error."""
     return Verdict(figures.bit_equal or figures.sqnr_db >= SQNR_DB_FLOAT64, f"SQNR >= {SQNR_DB_FLOAT64:g} dB in float64")
+
+
+def is_rounding(figures: Figures, ratio: float) -> bool:
+    """Whether a missed float32 bound is rounding: float64 agrees, and the float32 results are equally far from it."""
+    return judge_float64(figures).passed and ratio <= ROUNDING_RATIO
 
 
 def judge_ratio(ratio: float, numel: int) -> Verdict:

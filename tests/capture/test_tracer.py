@@ -49,17 +49,17 @@ def test_patches_are_removed_after_a_run_and_after_any_exception() -> None:
 
 
 def test_a_recording_inside_a_recording() -> None:
-    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     inside: list[Any] = []
 
     def forward(m: Any, x: Tensor) -> Any:
         y = m.fc(x)
-        inside.append(record(inner, normalize_inputs(x)[0], is_builtin_leaf))
-        return m.out(y)
+        inside.append(record(m.inner, normalize_inputs(x)[0], is_builtin_leaf))
+        return m.out(Double.apply(y))
 
     before = patched()
-    recording = record(make_model(forward), normalize_inputs(X)[0], is_builtin_leaf)
-    assert recording.call_counts() == {"": 1, "fc": 1, "out": 1}
+    model = make_model(forward, inner=nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    recording = record(model, normalize_inputs(X)[0], is_builtin_leaf)
+    assert recording.call_counts() == {"": 1, "fc": 1, "out": 1, "inner": 1, "inner.0": 1, "inner.1": 1}
     assert inside[0].call_counts() == {"": 1, "0": 1, "1": 1}
     assert patched() == before
 
@@ -160,7 +160,8 @@ class Deep(nn.Module):
 
 
 def peak(depth: int) -> int:
-    with Watch() as watch:
+    watch = Watch()
+    with watch:
         record(Deep(depth), normalize_inputs(torch.ones(64, 32))[0], is_builtin_leaf)
     return watch.peak
 

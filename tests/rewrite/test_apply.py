@@ -72,7 +72,7 @@ def test_state_dict_keys_stay_in_order() -> None:
 
 
 def test_code_that_holds_the_original_runs_the_replacement() -> None:
-    model = perturb(ReadsNames())
+    model: Any = perturb(ReadsNames())
     x, expected = floats(2, WIDTH), perturb(copy.deepcopy(model))
     expected.load_state_dict(model.state_dict())
     y = expected(x)

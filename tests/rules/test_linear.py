@@ -35,7 +35,8 @@ class Lora(nn.Linear):
         self.up = nn.Linear(2, 4, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.up(self.down(x))
+        low_rank: Tensor = self.up(self.down(x))
+        return super().forward(x) + low_rank
 
 
 class Merging(nn.Linear):

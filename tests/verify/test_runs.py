@@ -78,7 +78,8 @@ def test_a_widened_run_gives_the_float32_result(name: str, dtype: torch.dtype) -
 
 def test_buffers_are_widened_and_put_back() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.bfloat16)
-    buffer: Any = model[1].running_mean
+    buffer = model[1].running_mean
+    assert isinstance(buffer, torch.Tensor)
     outputs = run(model, Scenario("", (torch.randn(8, 4).bfloat16(),), {}, training=True), Setting(widen=torch.float32))
     assert outputs[0][1].dtype is torch.float32
     assert model[1].running_mean is buffer

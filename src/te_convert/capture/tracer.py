@@ -49,16 +49,13 @@ def _patched(recorder: Recorder) -> Iterator[None]:
         function_apply = torch.autograd.Function.__dict__["apply"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            active = _current()
-            if active is None:
+            if _current() is None:
                 return recorder.unseen_call(module, module_call, args, kwargs)
-            if active is not recorder:  # a recording inside this one
-                return module_call(module, *args, **kwargs)
             return recorder.module_call(module, module_call, args, kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             original = function_apply.__get__(None, cls)
-            if _current() is not recorder:
+            if _current() is None:
                 return original(*args, **kwargs)
             return recorder.autograd_function(cls, original, args, kwargs)
 

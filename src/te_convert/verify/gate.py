@@ -12,14 +12,17 @@ from torch import nn
 from te_convert.capture.run import describe_error
 from te_convert.capture.tensors import model_device
 from te_convert.rewrite.apply import Applied
-from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio
+from te_convert.verify.accuracy import judge_accuracy
+from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio, worst_of
 from te_convert.verify.isolate import SiteRecorder, as_original, observed, random_site_parity
 from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
 from te_convert.verify.reference import Expected, Reference
 from te_convert.verify.run import Setting, prepared, run
-from te_convert.verify.tolerance import is_rounding, judge_float32, judge_float64, judge_ratio
+from te_convert.verify.tolerance import is_rounding, judge_float32, judge_float64
 
 _MAX_SEARCHES = 16
+_ALL_RUNS = "all runs together"
+_POOLED = "judged over all runs together"
 _SAME = "same structure, shapes, dtypes and non-finite places"
 Progress = Callable[[int, int], None]
 OriginalRun = Callable[[Expected, torch.dtype], "Expected | None"]
@@ -121,7 +124,18 @@ def _compare_all(state: _State, progress: Progress | None) -> list[ScenarioParit
         results += _compare_one(state, expected)
         if progress is not None:
             progress(index + 1, len(state.reference.runs))
-    return results
+    return [*results, *_judge_accuracy(state, results)]
+
+
+def _judge_accuracy(state: _State, results: list[ScenarioParity]) -> list[ScenarioParity]:
+    """Low precision: the error ratio over all runs together."""
+    low = [result for result in results if result.error_ratio is not None]
+    accuracy = judge_accuracy(state.applied, state.reference, [(r.error_ratio or 0.0, r.figures.numel) for r in low])
+    if accuracy is None:
+        return []
+    _, figures = worst_of((r.name, r.figures) for r in low)
+    bound = f"geometric mean over {accuracy.draws} runs: {accuracy.verdict.bound}"
+    return [ScenarioParity(_ALL_RUNS, low[0].dtype, True, figures, accuracy.ratio, bound, accuracy.verdict.passed)]
 
 
 def _compare_one(state: _State, expected: Expected, root: nn.Module | None = None) -> list[ScenarioParity]:
@@ -196,22 +210,25 @@ def _judge_low(expected: Expected, outputs: Outputs, low: torch.dtype) -> Scenar
         return ScenarioParity(
             expected.scenario.name, dtype, expected.setting.perturb, figures, None, _SAME, passed=False, output=path
         )
-    ratio, numel = error_ratio(expected.exact, expected.outputs, outputs, low)
-    verdict = judge_ratio(ratio, numel)
+    ratio, _ = error_ratio(expected.exact, expected.outputs, outputs, low)
     return ScenarioParity(
-        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, verdict.bound, verdict.passed, path
+        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, _POOLED, passed=True, output=path
     )
 
 
 # ---- which site is it? -----------------------------------------------------------------------------------------------
-def _failing(state: _State, scenarios: list[ScenarioParity]) -> Expected:
+def _failing(state: _State, scenarios: list[ScenarioParity]) -> Expected | None:
+    """The first run that failed; None when only the accuracy over all runs did."""
     names = {(s.name, s.perturbed) for s in scenarios if not s.passed}
-    return next(r for r in state.reference.runs if (r.scenario.name, r.setting.perturb) in names)
+    return next((r for r in state.reference.runs if (r.scenario.name, r.setting.perturb) in names), None)
 
 
 def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
     """Find the first site (in module order) that makes the model fail, by bisection over prefixes, and put it back."""
     expected, names = _failing(state, scenarios), list(state.applied.sites)
+    if expected is None:
+        _revert_everything(state, scenarios)
+        return
 
     def passes(prefix: int) -> bool:
         with as_original(state.applied, names[prefix:]) as root:
@@ -225,13 +242,18 @@ def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
         middle = (low + high) // 2
         low, high = (middle, high) if passes(middle) else (low, middle)
     failed = next(s for s in scenarios if not s.passed)
-    _put_back(
-        state, names[high - 1], f"first diverging site of {failed.name}: SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}"
-    )
+    _put_back(state, names[high - 1], f"first diverging site of {failed.name}: {_measured(failed)}, {failed.bound}")
+
+
+def _measured(failed: ScenarioParity) -> str:
+    """The figure that the bound was put to."""
+    if failed.error_ratio is not None:
+        return f"error ratio {failed.error_ratio:.3g}"
+    return f"SQNR {failed.figures.sqnr_db:.1f} dB, max rel {failed.figures.max_rel:.1e}"
 
 
 def _revert_everything(state: _State, scenarios: list[ScenarioParity]) -> None:
     failed = next((s for s in scenarios if not s.passed), None)
-    figures = "" if failed is None else f": {failed.name} has SQNR {failed.figures.sqnr_db:.1f} dB, {failed.bound}"
+    figures = "" if failed is None else f": {failed.name} has {_measured(failed)}, {failed.bound}"
     for fqn in list(state.applied.sites):
         _put_back(state, fqn, f"the model as a whole failed and no single site explains it{figures}")

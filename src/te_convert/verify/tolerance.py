@@ -23,7 +23,8 @@ ROUNDING_RATIO = 4.0
 scatter of two different roundings.  Rounding to a narrower dtype inside would be thousands of times farther."""
 
 ERROR_RATIO = 1.25
-"""Low precision: rms error against the float32 original, converted over original.  1.0 means as accurate as the original."""
+"""Low precision: rms error against the float32 original, converted over original; 1.0 means as accurate as the original.  Put to
+each site alone, and to the geometric mean over all runs of the model (one run is one draw of noise; see verify/accuracy.py)."""
 
 _SMALL = 4096
 

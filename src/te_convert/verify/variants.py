@@ -31,15 +31,18 @@ def shape_variants(scenario: Scenario) -> list[Scenario]:
     return variants
 
 
-def other_values(scenario: Scenario) -> Scenario:
-    """The same shapes with other values: integers rolled along the last dimension, floats shifted by seeded noise."""
-    generator = torch.Generator().manual_seed(1)
+def other_values(scenario: Scenario, seed: int = 0) -> Scenario:
+    """The same shapes with other values: integers shuffled (but not two-valued masks), floats shifted by noise."""
+    generator = torch.Generator().manual_seed(seed + 1)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             return tensor + noise
-        return tensor.roll(1, -1) if tensor.dim() else tensor
+        if tensor.dtype is torch.bool or tensor.unique().numel() <= 2:
+            return tensor
+        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+        return tensor.flatten()[order].reshape(tensor.shape)
 
     return _changed(scenario, "other values", change)
 

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from te_convert.capture.fake import is_meta
-from te_convert.capture.graph import Capture
-from te_convert.capture.inputs import derive_scenario
-from te_convert.capture.run import capture, describe_error, other_mode
-from te_convert.capture.scenario import Scenario, normalize_inputs
-from te_convert.capture.tensors import model_device
+from te_convert.capture.scenario import normalize_inputs
 from te_convert.config import ConvertConfig, Progress, patterns
 from te_convert.emit.input_spec import parse_inputs
 from te_convert.emit.load import load_directory
 from te_convert.emit.sources import ModelSource, OpenedModel, open_source, source_of
 from te_convert.emit.weights_file import load_weights
 from te_convert.emit.write import check_out, write_directory
-from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
-from te_convert.match.leaves import LeafPolicy
+from te_convert.errors import InputError
+from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
-from te_convert.reasons import ReasonCode, reason
-from te_convert.report.model import Report, build_sites, measure_coverage
-from te_convert.rewrite.apply import Applied, apply_plan
+from te_convert.report.model import Report
+from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.site import get_record, is_converted
 from te_convert.rewrite.state import (
     converted_modules,
@@ -39,12 +32,10 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
-from te_convert.runtime.backend import Backend, choose_backend
 from te_convert.runtime.doctor import Check, run_checks
-from te_convert.runtime.probe import describe_environment
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
-from te_convert.verify.reference import Reference, record_reference
+from te_convert.verify.reference import record_reference
 
 __all__ = [
     "Check",
@@ -157,205 +148,12 @@ def convert(
         strict=strict,
         progress=progress,
     )
-    _check_model(model)
+    check_model(model)
     if is_meta(model):
         raise InputError(
             "the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan"
         )
-    return _Conversion(model, config, normalize_inputs(example_inputs)).run()
-
-
-class _Conversion:
-    """One call of convert(): capture, plan, reference, rewrite, verify, report."""
-
-    def __init__(self, model: nn.Module, config: ConvertConfig, given: tuple[Scenario, ...]) -> None:
-        self.original, self.config, self.given = model, config, given
-        self.backend: Backend = choose_backend(config.backend, model_device(model).type)
-        self.timings: dict[str, float] = {}
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
-
-    def run(self) -> Result:
-        """Never leaves the caller's model changed unless ``inplace`` and the result is returned."""
-        with self._timed("copy"):
-            target, problem = self._copy()
-        if target is None:
-            return self._unchanged(problem)
-        with self._timed("capture"):
-            scenarios, captured, notes = observe(target, self.given, self.config)
-        with self._timed("plan"):
-            plan = make_plan(target, captured, self.config, notes)
-        reference = Reference()
-        with self._timed("reference"):
-            if self.config.verify and plan.converting:
-                reference = record_reference(target, scenarios)
-        with self._timed("rewrite"):
-            applied, plan = self._apply(target, plan)
-        try:
-            result = self._finish(applied, plan, reference)
-        except BaseException:  # also an interrupt, a failing progress callback or strict: nothing half-made is left behind
-            applied.undo_all()
-            raise
-        _remember(result.model, result.plan)
-        return result
-
-    def _finish(self, applied: Applied, plan: Plan, reference: Reference) -> Result:
-        """Verify the rewrite, put failing sites back, and report."""
-        parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
-        with self._timed("verify"):
-            if self.config.verify and plan.converting:
-                parity = verify_applied(applied, reference, progress=lambda a, b: self.config.report_progress("verify", a, b))
-        for site in parity.reverted:
-            plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
-        model = applied.model
-        if not plan.converting and not self.config.inplace:
-            model = self.original
-        result = Result(model, self._report(plan, parity), plan)
-        if self.config.strict:
-            _demand_everything(result)
-        return result
-
-    def _copy(self) -> tuple[nn.Module | None, str]:
-        if self.config.inplace:
-            return self.original, ""
-        try:
-            return copy.deepcopy(self.original), ""
-        except Exception as error:
-            return None, describe_error(error)
-
-    def _unchanged(self, problem: str) -> Result:
-        """The model could not be copied: say what would have been converted, and why it was not."""
-        _, captured, notes = observe(self.original, self.given, self.config)
-        plan = make_plan(self.original, captured, self.config, notes)
-        why = reason(ReasonCode.MODEL_NOT_COPYABLE, problem)
-        for decision in plan.converting:
-            plan = plan.refuse(decision.fqn, why)
-        parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
-        report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
-        result = Result(self.original, report, plan)
-        if self.config.strict:
-            _demand_everything(result)
-        return result
-
-    def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
-        """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""
-        try:
-            progress = self.config.report_progress
-            return apply_plan(target, plan, self.backend.name, lambda a, b: progress("rewrite", a, b)), plan
-        except EnvironmentLacksError:
-            raise
-        except Exception as error:
-            why = reason(ReasonCode.INTERNAL_ERROR, f"rewrite: {describe_error(error)}")
-            for decision in plan.converting:
-                plan = plan.refuse(decision.fqn, why)
-            return Applied(target, self.backend.name), plan
-
-    def _report(self, plan: Plan, parity: Parity) -> Report:
-        return Report(
-            model_class=plan.model_class,
-            converted=bool(plan.converting),
-            sites=build_sites(plan, parity),
-            parity=parity,
-            coverage=measure_coverage(plan),
-            recipe=plan.recipe,
-            backend=self.backend.name,
-            backend_reason=self.backend.reason,
-            scenarios=plan.scenarios,
-            environment=describe_environment(),
-            not_verified=_not_verified(plan, parity, self.config),
-            notes=(*plan.notes, *parity.notes),
-            warnings=_warnings(plan, parity),
-            timings_s={stage: round(seconds, 4) for stage, seconds in self.timings.items()},
-        )
-
-
-def observe(
-    model: nn.Module, given: tuple[Scenario, ...], config: ConvertConfig
-) -> tuple[tuple[Scenario, ...], Capture, tuple[str, ...]]:
-    """Scenarios (given or derived), their capture, and what could not be observed.
-
-    Raises:
-        InputError: the caller's inputs make the model fail in every scenario.
-    """
-    notes: list[str] = []
-    scenarios = given
-    if not given:
-        derived = derive_scenario(model)
-        scenarios = () if derived is None else (derived,)
-        notes.append(
-            f"no example inputs were given; used {derived.derived}"
-            if derived is not None
-            else "no example inputs were given and none could be derived: modules were judged by what they are, not by their use"
-        )
-    runs = [*scenarios, *(other_mode(s, training=not model.training) for s in scenarios[:1])]
-    captured = capture(model, runs, LeafPolicy(), lambda a, b: config.report_progress("capture", a, b))
-    if given and not captured.has_graph:
-        raise InputError(
-            f"the model fails on the example inputs: {captured.failures[0][1]}", "pass inputs that the model's forward takes"
-        )
-    return scenarios, captured, tuple(notes)
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"convert takes an nn.Module, got {type(model).__name__}", "pass the model itself")
-    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
-        raise InputError("the model is wrapped by torch.compile", "convert model._orig_mod, then compile the result")
-
-
-def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig) -> tuple[str, ...]:
-    lines = []
-    if not plan.converting:
-        return ()
-    if not config.verify:
-        lines.append("parity: verify=False was asked for")
-    if parity.status == "sites-only":
-        lines.append("the whole model: each site was compared alone")
-    if parity.backend == "reference":
-        lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
-    if plan.recipe not in (None, "bf16"):
-        lines.append(f"the recipe {plan.recipe}: everything ran in the model's own precision")
-    lines.append("gradients, training steps, generate()")
-    return tuple(lines)
-
-
-def _warnings(plan: Plan, parity: Parity) -> tuple[str, ...]:
-    lines = [f"{site.fqn or 'the root'} was put back: {site.why}" for site in parity.reverted]
-    if parity.status == "failed":
-        lines.append("parity failed")
-    idle = [fqn or "the root" for fqn, count in parity.executed.items() if count == 0]
-    if idle and parity.status == "passed":
-        lines.append(f"{len(idle)} converted sites never ran in verification: {', '.join(idle[:5])}")
-    if not plan.converting:
-        lines.append("nothing was converted: 0 sites would run on Transformer Engine")
-    return tuple(lines)
-
-
-def _demand_everything(result: Result) -> None:
-    parity, see = result.report.parity, "the report (error.report) says why"
-    if parity.reverted:
-        fqns = ", ".join(site.fqn or "the root" for site in parity.reverted[:5])
-        raise ConversionError(f"{len(parity.reverted)} sites failed parity: {fqns}", see, result.report)
-    if not result.plan.converting:
-        raise ConversionError("nothing was converted", see, result.report)
-    if not parity.passed:
-        what = f"the conversion is not verified (parity: {parity.status})"
-        raise ConversionError(what, "pass example_inputs, or drop strict", result.report)
-
-
-_PLAN_ATTRIBUTE = "_te_convert_plan"
-
-
-def _remember(model: nn.Module, plan: Plan) -> None:
-    """Keep the plan on a converted root, for autocast() and save()."""
-    if plan.converting:
-        model.__dict__[_PLAN_ATTRIBUTE] = plan
+    return Result(*Conversion(model, config, normalize_inputs(example_inputs)).run())
 
 
 def analyze(
@@ -380,7 +178,7 @@ def analyze(
         allow=patterns(allow, "allow"),
         progress=progress,
     )
-    _check_model(model)
+    check_model(model)
     _, captured, notes = observe(model, normalize_inputs(example_inputs), config)
     return make_plan(model, captured, config, notes)
 
@@ -463,7 +261,7 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     Raises:
         EnvironmentLacksError: the recipe cannot run on this GPU.
     """
-    plan: Plan | None = model.__dict__.get(_PLAN_ATTRIBUTE)
+    plan: Plan | None = model.__dict__.get(PLAN_ATTRIBUTE)
     on_te = any(is_converted(m) and get_record(m).backend == "te" for m in model.modules())
     if plan is None or not on_te or plan.recipe in (None, "bf16"):
         return nullcontext()

@@ -94,7 +94,7 @@ def test_a_failure_that_no_site_explains_puts_everything_back(monkeypatch: pytes
             applied.model.embeddings.word_embeddings.weight.mul_(1.5)  # type: ignore[union-attr,operator]
         return applied
 
-    monkeypatch.setattr("te_convert.api.apply_plan", breaks)
+    monkeypatch.setattr("te_convert.pipeline.apply_plan", breaks)
     result = te_convert.convert(model, inputs, backend="reference")
     assert not result.converted
     assert not any(map(is_converted, result.model.modules()))

@@ -102,3 +102,24 @@ def error_ratio(reference: Outputs, original: Outputs, converted: Outputs, dtype
         return 1.0, 0
     own_rms, other_rms = math.sqrt(own / numel), math.sqrt(other / numel)
     return other_rms / max(own_rms, rounding_floor(dtype)), numel
+
+
+def row_ratios(reference: Outputs, original: Outputs, converted: Outputs, dtype: torch.dtype) -> list[float]:
+    """:func:`error_ratio` of each batch row alone: rows are separate sequences or images, so separate draws of rounding noise.
+
+    One value for the whole run when the outputs do not share their first dimension.
+    """
+    sizes = {t.shape[0] if t.dim() else 0 for _, t in reference if not t.is_nested and t.is_floating_point()}
+    if len(sizes) != 1 or max(sizes) < 2:
+        ratio, numel = error_ratio(reference, original, converted, dtype)
+        return [ratio] if numel else []
+    ratios = []
+    for row in range(max(sizes)):
+        exact, own, other = (_row(side, row) for side in (reference, original, converted))
+        ratio, numel = error_ratio(exact, own, other, dtype)
+        ratios += [ratio] if numel else []
+    return ratios
+
+
+def _row(outputs: Outputs, row: int) -> Outputs:
+    return [(path, t[row]) for path, t in outputs if t.is_floating_point()]

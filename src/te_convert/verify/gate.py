@@ -13,7 +13,7 @@ from te_convert.capture.run import describe_error
 from te_convert.capture.tensors import model_device
 from te_convert.rewrite.apply import Applied
 from te_convert.verify.accuracy import judge_accuracy
-from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio, worst_of
+from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio, row_ratios, worst_of
 from te_convert.verify.isolate import SiteRecorder, as_original, observed, random_site_parity
 from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
 from te_convert.verify.reference import Expected, Reference
@@ -36,6 +36,7 @@ class _State:
     sites: dict[str, SiteParity] = field(default_factory=dict)
     reverted: list[RevertedSite] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    row_ratios: list[float] = field(default_factory=list)
 
 
 def verify_applied(applied: Applied, reference: Reference, revert: bool = True, progress: Progress | None = None) -> Parity:
@@ -68,7 +69,7 @@ def verify_applied(applied: Applied, reference: Reference, revert: bool = True, 
 
 def _parity(state: _State, scenarios: list[ScenarioParity]) -> Parity:
     sites = tuple(site for fqn, site in state.sites.items() if fqn in state.applied.sites)
-    ok = all(s.passed for s in scenarios) and all(site.passed for site in sites)
+    ok = all(s.passed for s in scenarios) and all(site.passed for site in sites) and (sites or not state.reverted)
     status = "failed" if not ok else "passed" if scenarios else "sites-only" if sites else "not-verified"
     return Parity(
         status=status,
@@ -120,6 +121,7 @@ def _compare_all(state: _State, progress: Progress | None) -> list[ScenarioParit
     if not state.reference.reproducible:
         return []
     results = []
+    state.row_ratios.clear()
     for index, expected in enumerate(state.reference.runs):
         results += _compare_one(state, expected)
         if progress is not None:
@@ -130,11 +132,13 @@ def _compare_all(state: _State, progress: Progress | None) -> list[ScenarioParit
 def _judge_accuracy(state: _State, results: list[ScenarioParity]) -> list[ScenarioParity]:
     """Low precision: the error ratio over all runs together."""
     low = [result for result in results if result.error_ratio is not None]
-    accuracy = judge_accuracy(state.applied, state.reference, [(r.error_ratio or 0.0, r.figures.numel) for r in low])
-    if accuracy is None:
+    if not low:
         return []
     _, figures = worst_of((r.name, r.figures) for r in low)
-    bound = f"geometric mean over {accuracy.draws} runs: {accuracy.verdict.bound}"
+    accuracy = judge_accuracy(state.applied, state.reference, state.row_ratios, figures.numel)
+    if accuracy is None:
+        return []
+    bound = f"median over {accuracy.draws} draws: {accuracy.verdict.bound}"
     return [ScenarioParity(_ALL_RUNS, low[0].dtype, True, figures, accuracy.ratio, bound, accuracy.verdict.passed)]
 
 
@@ -150,7 +154,7 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
             return [_judge_exact(state, model, expected, outputs, "float32")]
         results = []
         if expected.exact is not None:
-            results.append(_judge_low(expected, outputs, low))
+            results.append(_judge_low(state, expected, outputs, low))
             if state.applied.backend == "reference":
                 wide = run(model, expected.scenario, Setting(expected.setting.perturb, torch.float32))
                 exact = Expected(expected.scenario, Setting(expected.setting.perturb, torch.float32), expected.exact)
@@ -202,7 +206,7 @@ def _recheck_in_float64(
     return ScenarioParity(missed.name, "float64", missed.perturbed, figures, None, verdict.bound, passed=True, output=path)
 
 
-def _judge_low(expected: Expected, outputs: Outputs, low: torch.dtype) -> ScenarioParity:
+def _judge_low(state: _State, expected: Expected, outputs: Outputs, low: torch.dtype) -> ScenarioParity:
     assert expected.exact is not None
     dtype = str(low).removeprefix("torch.")
     path, figures = compare_outputs(expected.outputs, outputs)
@@ -211,6 +215,7 @@ def _judge_low(expected: Expected, outputs: Outputs, low: torch.dtype) -> Scenar
             expected.scenario.name, dtype, expected.setting.perturb, figures, None, _SAME, passed=False, output=path
         )
     ratio, _ = error_ratio(expected.exact, expected.outputs, outputs, low)
+    state.row_ratios += row_ratios(expected.exact, expected.outputs, outputs, low)
     return ScenarioParity(
         expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, _POOLED, passed=True, output=path
     )

@@ -24,7 +24,7 @@ scatter of two different roundings.  Rounding to a narrower dtype inside would b
 
 ERROR_RATIO = 1.25
 """Low precision: rms error against the float32 original, converted over original; 1.0 means as accurate as the original.  Put to
-each site alone, and to the geometric mean over all runs of the model (one run is one draw of noise; see verify/accuracy.py)."""
+each site alone, and to the median over all draws of the whole model (one run is one draw of noise; see verify/accuracy.py)."""
 
 _SMALL = 4096
 

@@ -32,19 +32,30 @@ def shape_variants(scenario: Scenario) -> list[Scenario]:
 
 
 def other_values(scenario: Scenario, seed: int = 0) -> Scenario:
-    """The same shapes with other values: integers shuffled (but not two-valued masks), floats shifted by noise."""
+    """The same shapes with other values: integers redrawn from the range seen (masks of 0 and 1 stay), floats shifted."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             return tensor + noise
-        if tensor.dtype is torch.bool or tensor.unique().numel() <= 2:
+        if tensor.dtype is torch.bool or tensor.is_complex() or tensor.numel() == 0 or int(tensor.max()) <= 1:
             return tensor
-        order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
-        return tensor.flatten()[order].reshape(tensor.shape)
+        low, high = int(tensor.min()), int(tensor.max())
+        return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
 
     return _changed(scenario, "other values", change)
+
+
+def wider_batch(scenario: Scenario, times: int) -> Scenario:
+    """The inputs repeated along the batch dimension (those that share the first tensor's)."""
+    tensors = [t for t in tree_leaves((scenario.args, scenario.kwargs)) if isinstance(t, torch.Tensor) and t.dim() > 0]
+    batch = tensors[0].shape[0] if tensors else 0
+
+    def repeat(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * times) if tensor.dim() and tensor.shape[0] == batch else tensor
+
+    return _changed(scenario, f"batch x{times}", repeat)
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:

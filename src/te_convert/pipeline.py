@@ -1,0 +1,240 @@
+"""One conversion from capture to report: the stages of convert() and analyze() in their order."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from te_convert.capture.fake import is_meta
+from te_convert.capture.graph import Capture
+from te_convert.capture.inputs import derive_scenario
+from te_convert.capture.run import capture, describe_error, other_mode
+from te_convert.capture.scenario import Scenario
+from te_convert.capture.tensors import model_device
+from te_convert.config import ConvertConfig
+from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
+from te_convert.match.leaves import LeafPolicy
+from te_convert.plan.choose import make_plan
+from te_convert.plan.model import Plan
+from te_convert.reasons import ReasonCode, reason
+from te_convert.report.model import Report, build_sites, measure_coverage
+from te_convert.rewrite.apply import Applied, apply_plan
+from te_convert.runtime.backend import Backend, choose_backend
+from te_convert.runtime.probe import describe_environment
+from te_convert.verify.gate import verify_applied
+from te_convert.verify.model import Parity
+from te_convert.verify.reference import Reference, record_reference
+
+Converted = tuple[nn.Module, Report, Plan]
+"""The converted model (or the model unchanged), the report, and the decisions that the model carries."""
+
+PLAN_ATTRIBUTE = "_te_convert_plan"
+"""Where a converted root keeps its plan, for autocast() and save()."""
+
+_SCOPE = "attention, MLPs as a whole and experts stay PyTorch's: this version converts Linears and norms"
+
+
+class Conversion:
+    """One call of convert(): capture, plan, reference, rewrite, verify, report."""
+
+    def __init__(self, model: nn.Module, config: ConvertConfig, given: tuple[Scenario, ...]) -> None:
+        self.original, self.config, self.given = model, config, given
+        self.backend: Backend = choose_backend(config.backend, model_device(model).type)
+        self.timings: dict[str, float] = {}
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
+
+    def run(self) -> Converted:
+        """Never leaves the caller's model changed unless ``inplace`` and the result is returned."""
+        with self._timed("copy"):
+            target, problem = self._copy()
+        if target is None:
+            return self._unchanged(problem)
+        with self._timed("capture"):
+            scenarios, captured, notes = observe(target, self.given, self.config)
+        with self._timed("plan"):
+            plan = make_plan(target, captured, self.config, notes)
+        reference = Reference()
+        with self._timed("reference"):
+            if self.config.verify and plan.converting:
+                reference = record_reference(target, scenarios)
+        with self._timed("rewrite"):
+            applied, plan = self._apply(target, plan)
+        try:
+            model, report, plan = self._finish(applied, plan, reference)
+        except BaseException:  # also an interrupt, a failing progress callback or strict: nothing half-made is left behind
+            applied.undo_all()
+            raise
+        if plan.converting:
+            model.__dict__[PLAN_ATTRIBUTE] = plan
+        return model, report, plan
+
+    def _finish(self, applied: Applied, plan: Plan, reference: Reference) -> Converted:
+        """Verify the rewrite, put failing sites back, and report."""
+        parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
+        with self._timed("verify"):
+            if self.config.verify and plan.converting:
+                parity = verify_applied(applied, reference, progress=lambda a, b: self.config.report_progress("verify", a, b))
+        for site in parity.reverted:
+            plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
+        model = applied.model
+        if not plan.converting and not self.config.inplace:
+            model = self.original
+        report = self._report(plan, parity)
+        if self.config.strict:
+            _demand_everything(report)
+        return model, report, plan
+
+    def _copy(self) -> tuple[nn.Module | None, str]:
+        if self.config.inplace:
+            return self.original, ""
+        try:
+            return copy.deepcopy(self.original), ""
+        except Exception as error:
+            return None, describe_error(error)
+
+    def _unchanged(self, problem: str) -> Converted:
+        """The model could not be copied: say what would have been converted, and why it was not."""
+        _, captured, notes = observe(self.original, self.given, self.config)
+        plan = make_plan(self.original, captured, self.config, notes)
+        why = reason(ReasonCode.MODEL_NOT_COPYABLE, problem)
+        for decision in plan.converting:
+            plan = plan.refuse(decision.fqn, why)
+        parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
+        report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
+        if self.config.strict:
+            _demand_everything(report)
+        return self.original, report, plan
+
+    def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
+        """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""
+        try:
+            progress = self.config.report_progress
+            return apply_plan(target, plan, self.backend.name, lambda a, b: progress("rewrite", a, b)), plan
+        except EnvironmentLacksError:
+            raise
+        except Exception as error:
+            why = reason(ReasonCode.INTERNAL_ERROR, f"rewrite: {describe_error(error)}")
+            for decision in plan.converting:
+                plan = plan.refuse(decision.fqn, why)
+            return Applied(target, self.backend.name), plan
+
+    def _report(self, plan: Plan, parity: Parity) -> Report:
+        return Report(
+            model_class=plan.model_class,
+            converted=bool(plan.converting),
+            sites=build_sites(plan, parity),
+            parity=parity,
+            coverage=measure_coverage(plan),
+            recipe=plan.recipe,
+            backend=self.backend.name,
+            backend_reason=self.backend.reason,
+            scenarios=plan.scenarios,
+            environment=describe_environment(),
+            not_verified=_not_verified(plan, parity, self.config),
+            notes=(*dict.fromkeys((*plan.notes, *parity.notes)), *((_SCOPE,) if plan.converting else ())),
+            warnings=_warnings(plan, parity),
+            timings_s={stage: round(seconds, 4) for stage, seconds in self.timings.items()},
+        )
+
+
+def observe(
+    model: nn.Module, given: tuple[Scenario, ...], config: ConvertConfig
+) -> tuple[tuple[Scenario, ...], Capture, tuple[str, ...]]:
+    """Scenarios (given or derived), their capture, and what could not be observed.
+
+    Raises:
+        InputError: the caller's inputs make the model fail in every scenario.
+    """
+    notes: list[str] = []
+    scenarios = given
+    if not given:
+        derived = derive_scenario(model)
+        scenarios = () if derived is None else (derived,)
+        notes.append(
+            f"no example inputs were given; used {derived.derived}"
+            if derived is not None
+            else "no example inputs were given and none could be derived: modules were judged by what they are, not by their use"
+        )
+    runs = [*scenarios, *(other_mode(s, training=not model.training) for s in scenarios[:1])]
+    captured = capture(model, runs, LeafPolicy(), lambda a, b: config.report_progress("capture", a, b))
+    if given and not captured.has_graph and not is_meta(model):
+        raise InputError(
+            f"the model fails on the example inputs: {captured.failures[0][1]}", "pass inputs that the model's forward takes"
+        )
+    return scenarios, captured, tuple(notes)
+
+
+def check_model(model: Any) -> None:
+    """Only plain modules are converted.
+
+    Raises:
+        InputError: not a module, or wrapped by torch.compile.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"convert takes an nn.Module, got {type(model).__name__}", "pass the model itself")
+    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
+        raise InputError("the model is wrapped by torch.compile", "convert model._orig_mod, then compile the result")
+
+
+def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig) -> tuple[str, ...]:
+    lines = []
+    if not plan.converting:
+        return ()
+    if not config.verify:
+        lines.append("parity: verify=False was asked for")
+    if parity.status == "sites-only":
+        lines.append("the whole model: each site was compared alone")
+    if parity.backend == "reference":
+        lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
+    if plan.recipe not in (None, "bf16"):
+        lines.append(f"the recipe {plan.recipe}: everything ran in the model's own precision")
+    lines += ["gradients and training steps", "generate() with a cache, and padded batches"]
+    return tuple(lines)
+
+
+def _warnings(plan: Plan, parity: Parity) -> tuple[str, ...]:
+    lines = _reverted_lines(parity)
+    if parity.status == "failed":
+        lines.append("parity failed")
+    idle = [fqn or "the root" for fqn, count in parity.executed.items() if count == 0]
+    if idle and parity.status == "passed":
+        lines.append(f"{len(idle)} converted sites never ran in verification: {', '.join(idle[:5])}")
+    if not plan.converting:
+        lines.append("nothing was converted: 0 sites would run on Transformer Engine")
+    return tuple(lines)
+
+
+def _reverted_lines(parity: Parity) -> list[str]:
+    """One line per cause: hundreds of sites can be put back for the same one."""
+    by_cause: dict[str, list[str]] = {}
+    for site in parity.reverted:
+        by_cause.setdefault(site.why, []).append(site.fqn or "the root")
+    return [
+        f"{fqns[0]} was put back: {why}" if len(fqns) == 1 else f"{len(fqns)} sites were put back ({fqns[0]}, ...): {why}"
+        for why, fqns in by_cause.items()
+    ]
+
+
+def _demand_everything(report: Report) -> None:
+    parity, see = report.parity, "the report (error.report) says why"
+    if parity.reverted:
+        fqns = ", ".join(site.fqn or "the root" for site in parity.reverted[:5])
+        raise ConversionError(f"{len(parity.reverted)} sites failed parity: {fqns}", see, report)
+    if not report.converted:
+        raise ConversionError("nothing was converted", see, report)
+    if not parity.passed:
+        what = f"the conversion is not verified (parity: {parity.status})"
+        raise ConversionError(what, "pass example_inputs, or drop strict", report)

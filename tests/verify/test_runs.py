@@ -201,3 +201,12 @@ def test_the_reference_leaves_model_and_random_state_alone() -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_scripted_child_does_not_stop_the_perturbed_runs() -> None:
+    scripted: nn.Module = torch.jit.script(nn.Linear(8, 8))
+    report = te_convert.convert(nn.Sequential(scripted, nn.Linear(8, 8)), torch.randn(2, 8)).report
+    assert report.parity.passed
+    assert any(scenario.perturbed for scenario in report.parity.scenarios)
+    assert not any("did not run" in note for note in report.parity.notes)

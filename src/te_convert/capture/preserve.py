@@ -97,7 +97,8 @@ class _ModuleState:
         self.attributes = dict(module.__dict__)
         tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
         self.lazy = [(tensor, type(tensor), tensor.data) for tensor in tensors if is_lazy(tensor)]
-        self.grads = [(p, p.grad) for p in module._parameters.values() if p is not None and not is_lazy(p)]
+        leaves = [p for p in module._parameters.values() if p is not None and p.is_leaf and not is_lazy(p)]
+        self.grads = [(parameter, parameter.grad) for parameter in leaves]
 
     def restore(self) -> None:
         if type(self.module) is not self.module_class:  # a lazy module becomes an ordinary one in its first call

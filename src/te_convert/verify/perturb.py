@@ -20,6 +20,8 @@ def named_original_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parame
     """Every distinct parameter under its name in the original model; constants that the conversion filled in are left out."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # its parameters live behind another interface, and it is never converted
+            continue
         names = {name: name for name in module._parameters}
         if is_converted(module):
             weights = get_record(module).decision.weights

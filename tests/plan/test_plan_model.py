@@ -136,3 +136,20 @@ def test_damage_is_a_load_error(data: Any, message: str) -> None:
     with pytest.raises(LoadError, match=message) as caught:
         Plan.from_dict(data)
     assert caught.value.hint
+
+
+def test_a_plan_reads_as_one_line_per_site() -> None:
+    why = reason(ReasonCode.NORM_NO_AFFINE, "elementwise_affine=False")
+    spec = LinearSpec(8, 8, True, "float32")
+    plan = Plan(
+        "Net",
+        (
+            Decision("norm", "LayerNorm", "LayerNorm", Outcome.REFUSED, reasons=(why,)),
+            Decision("", "Linear", "Linear", Outcome.CONVERTED, spec=spec),
+        ),
+    )
+    assert str(plan).splitlines() == [
+        "Net: 1 of 2 sites would be converted",
+        "  REFUSED    norm  LayerNorm  [norm.no-affine: elementwise_affine=False]",
+        "  CONVERTED  (root)  te.Linear",
+    ]

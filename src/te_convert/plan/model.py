@@ -161,6 +161,16 @@ class Plan:
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
 
+    def __str__(self) -> str:
+        lines = [f"{self.model_class}: {len(self.converting)} of {len(self.decisions)} sites would be converted"]
+        for decision in self.decisions:
+            reasons = "; ".join(f"{r.code}: {r.detail}" for r in decision.reasons)
+            what = decision.replacement or decision.kind
+            lines.append(
+                f"  {decision.outcome.value:10} {decision.fqn or '(root)'}  {what}" + (f"  [{reasons}]" if reasons else "")
+            )
+        return "\n".join(lines)
+
     def get(self, fqn: str) -> Decision:
         """The decision of a site, by its name or one of its aliases.
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import te_convert
 from te_convert.plan.model import Outcome, Plan
 from tests.rules.rule_cases import codes, plan_of
 
@@ -74,3 +75,9 @@ def test_the_root_is_reached_by_a_glob() -> None:
 def test_an_excluded_site_keeps_its_other_reasons() -> None:
     found = plan_of(nn.Linear(4, 4).double(), torch.ones(2, 4).double(), exclude=("*",)).get("")
     assert (found.outcome, codes(found)) == (Outcome.EXCLUDED, ["user.excluded", "dtype.float64"])
+
+
+def test_a_pattern_that_names_no_site_is_said() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    plan = te_convert.analyze(model, torch.randn(2, 8), include=["0", "encoder.*"], exclude="hed")
+    assert plan.notes == ("include 'encoder.*' matches no site", "exclude 'hed' matches no site")

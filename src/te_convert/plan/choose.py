@@ -15,7 +15,7 @@ from te_convert.facts.flops import recording_flops
 from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.plan.model import SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
-from te_convert.plan.pins import excluded
+from te_convert.plan.pins import excluded, unused_patterns
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.rules.base import AnyRule, Proposal
 from te_convert.rules.registry import load_rules
@@ -42,7 +42,7 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         recipe=config.recipe,
         params_total=sum(parameter.numel() for parameter in model.parameters() if not has_no_shape(parameter)),
         flops_total=flops_total,
-        notes=(*notes, *failures),
+        notes=(*notes, *failures, *unused_patterns(decisions, config.include, config.exclude)),
     )
 
 

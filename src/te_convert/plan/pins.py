@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from te_convert.match.candidate import Candidate
+from te_convert.plan.model import Decision
 from te_convert.reasons import Reason, ReasonCode, reason
 
 
@@ -27,3 +29,10 @@ def excluded(site: Candidate, include: tuple[str, ...], exclude: tuple[str, ...]
     if include and not any(_matches(names, pattern) for pattern in include):
         return reason(ReasonCode.USER_NOT_INCLUDED, f"matches none of {', '.join(map(repr, include))}")
     return None
+
+
+def unused_patterns(decisions: Sequence[Decision], include: tuple[str, ...], exclude: tuple[str, ...]) -> tuple[str, ...]:
+    """One sentence per pattern that names no site: most likely a misspelling."""
+    sites = [(decision.fqn, *decision.aliases) for decision in decisions]
+    named = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
+    return tuple(f"{what} {pattern!r} matches no site" for what, pattern in named if not any(_matches(s, pattern) for s in sites))

@@ -52,6 +52,11 @@ class ReasonCode(str, Enum):
     PARAMETER_NEW_OBJECT = "parameter.new-object"
     NORM_ROUNDING = "norm.rounding"
     MODULE_SHARED_READ = "module.weight-also-read"
+    FUSION_OTHER_READER = "fusion.other-reader"
+    FUSION_CALLS_DIFFER = "fusion.calls-differ"
+    FUSION_CROSSES_BLOCK = "fusion.crosses-block"
+    FUSION_TIED = "fusion.tied"
+    FUSION_FAILED = "fusion.failed"
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,27 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "The weight is also read outside this module; that use stays on plain PyTorch.",
         "nothing to do",
+    ),
+    ReasonCode.FUSION_OTHER_READER: ReasonInfo(
+        _A,
+        "Something besides Linears reads the norm's output, so norm and Linears are converted one by one.",
+        "nothing to do: the value of the norm is needed",
+    ),
+    ReasonCode.FUSION_CALLS_DIFFER: ReasonInfo(
+        _A,
+        "The recorded calls do not show one fixed set of Linears behind the norm, so they are converted one by one.",
+        "nothing to do",
+    ),
+    ReasonCode.FUSION_CROSSES_BLOCK: ReasonInfo(
+        _A,
+        "The norm and its readers lie in different repeated or checkpointed blocks, so they are converted one by one.",
+        "nothing to do: a checkpoint around the block would break a fusion",
+    ),
+    ReasonCode.FUSION_TIED: ReasonInfo(
+        _A, "The norm's parameters are shared with another module, so it is not fused.", "untie them first if that is what you want"
+    ),
+    ReasonCode.FUSION_FAILED: ReasonInfo(
+        _A, "A fusion rule failed here; the sites are converted one by one.", "please report it with the detail"
     ),
 }
 

@@ -41,6 +41,11 @@ def _current() -> Recorder | None:
     return recorder
 
 
+def is_recording() -> bool:
+    """True in a thread whose run is being recorded."""
+    return _current() is not None
+
+
 @contextmanager
 def _patched(recorder: Recorder) -> Iterator[None]:
     """Route module calls and autograd Functions of this thread through the recorder; other threads' module calls are noted."""

@@ -11,7 +11,7 @@ from te_convert.emit.model_source import ModelSource
 from te_convert.emit.slots import find_slots
 from te_convert.emit.sources import rebuild
 from te_convert.errors import InputError
-from te_convert.plan.model import Outcome, Plan
+from te_convert.plan.model import Plan
 
 
 def check_skeleton(model: nn.Module, plan: Plan, source: ModelSource, directory: Path) -> None:
@@ -24,14 +24,14 @@ def check_skeleton(model: nn.Module, plan: Plan, source: ModelSource, directory:
         InputError: they differ.
     """
     converting = {name for decision in plan.converting for name in (decision.fqn, *decision.aliases)}
+    converting |= {fusion.fqn for fusion in plan.fusions}
     if source.kind != "transformers" or "" in converting:
         return
     with torch.device("meta"):
         built = _shapes(rebuild(source, directory), converting)
     here = _shapes(model, converting)
     differ = {name for name in built if here.get(name) != built[name]}
-    if not any(decision.outcome is Outcome.FUSED for decision in plan.decisions):
-        differ |= here.keys() - built.keys()
+    differ |= here.keys() - built.keys()
     if differ:
         raise InputError(
             f"the model differs from its config in {len(differ)} tensors: {', '.join(sorted(differ)[:8])}",

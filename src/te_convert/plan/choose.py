@@ -14,7 +14,9 @@ from te_convert.config import ConvertConfig
 from te_convert.facts.flops import recording_flops
 from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate, find_candidates
-from te_convert.plan.model import SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
+from te_convert.match.fusion import Fusion
+from te_convert.plan.fusions import existing_fusions, fuse_decisions
+from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.rules.base import AnyRule, Proposal
@@ -28,12 +30,15 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
     rules = load_rules()
     flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
     candidates = find_candidates(model, capture, config.alignment)
-    decisions = []
+    sites = []
     for index, site in enumerate(candidates):
         decision = _decide(site, rules, config, flops.get(site.fqn, 0))
         if decision is not None:
-            decisions.append(decision)
+            sites.append((site, decision))
         config.report_progress("plan", index + 1, len(candidates))
+    changed, fusions = fuse_decisions(model, capture, sites, config) if config.fuse else ({}, ())
+    kept = existing_fusions(model)
+    decisions = [_renamed(changed.get(site.fqn, decision), kept) for site, decision in sites]
     failures = tuple(f"scenario {name} did not run: {error}" for name, error in capture.failures)
     return Plan(
         model_class=type(model).__name__,
@@ -43,14 +48,20 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         params_total=sum(parameter.numel() for parameter in model.parameters() if not has_no_shape(parameter)),
         flops_total=flops_total,
         notes=(*notes, *failures, *unused_patterns(decisions, config.include, config.exclude)),
+        fusions=(*kept.values(), *fusions),
     )
 
 
 def _decide(site: Candidate, rules: Sequence[AnyRule], config: ConvertConfig, flops: int) -> Decision | None:
     """The decision for one module, or None for a module that owns nothing a rule could look at."""
     record = site.module.__dict__.get(SITE_ATTRIBUTE)
-    if record is not None:
-        return _already_converted(record.decision, site, flops)
+    decision = site.module.__dict__.get(MEMBER_ATTRIBUTE)
+    if decision is None and record is not None:
+        decision = record.decision if isinstance(record.decision, Decision) else None
+        if decision is None:  # a fused module: its members are the sites
+            return None
+    if decision is not None:
+        return _already_converted(decision, site, flops)
     extra = _foreign(site)
     proposal = None if extra else _propose(site, rules)
     if proposal is None and not site.parameters:
@@ -91,6 +102,12 @@ def _foreign(site: Candidate) -> tuple[Reason, ...]:
 def _already_converted(decision: Decision, site: Candidate, flops: int) -> Decision:
     """A site of an earlier conversion keeps its decision; the rewrite passes over it, verification compares it again."""
     return replace(decision, fqn=site.fqn, aliases=site.aliases, calls=len(site.calls), shapes=_shapes(site), flops=flops)
+
+
+def _renamed(decision: Decision, kept: dict[str, Fusion]) -> Decision:
+    """A member of an earlier fusion, whose module may have another name now."""
+    fusion = kept.get(decision.fused_into or "")
+    return decision if fusion is None else replace(decision, fused_into=fusion.fqn)
 
 
 def _propose(site: Candidate, rules: Sequence[AnyRule]) -> Proposal | None:

@@ -9,13 +9,17 @@ from enum import Enum
 from typing import Any
 
 from te_convert.errors import LoadError
+from te_convert.match.fusion import Fusion
 from te_convert.reasons import Reason
 from te_convert.replacements.specs import Spec, spec_from_dict, spec_to_dict
 from te_convert.weights.ops import WeightMap, weight_map_from_dict, weight_map_to_dict
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 SITE_ATTRIBUTE = "_te_convert"
 """Where a converted module keeps its record (in ``__dict__``, so it is neither a submodule nor in the state dict)."""
+
+MEMBER_ATTRIBUTE = "_te_convert_member"
+"""Where a member of a fusion keeps its decision."""
 
 
 class Outcome(str, Enum):
@@ -58,6 +62,7 @@ class Decision:
         params: number of parameter elements of the site.
         flops: floating-point operations of the recorded calls of the first scenario.
         precision: "recipe" or "high" (the recipe cannot be used here).
+        fused_into: for a site that became part of a larger TE module, where that module is (see :class:`Fusion`).
     """
 
     fqn: str
@@ -74,6 +79,7 @@ class Decision:
     params: int = 0
     flops: int = 0
     precision: str = "recipe"
+    fused_into: str | None = None
 
     @property
     def converts(self) -> bool:
@@ -102,6 +108,7 @@ class Decision:
             "params": self.params,
             "flops": self.flops,
             "precision": self.precision,
+            "fused_into": self.fused_into,
         }
 
     @classmethod
@@ -123,6 +130,7 @@ class Decision:
             params=data["params"],
             flops=data["flops"],
             precision=data["precision"],
+            fused_into=data["fused_into"],
         )
 
 
@@ -138,6 +146,7 @@ class Plan:
         params_total: parameter elements of the model, each counted once.
         flops_total: floating-point operations recorded in the first scenario (see facts/flops.py for what is counted).
         notes: what could not be observed, one sentence each.
+        fusions: the TE modules that replace several sites each.
     """
 
     model_class: str
@@ -147,6 +156,7 @@ class Plan:
     params_total: int = 0
     flops_total: int = 0
     notes: tuple[str, ...] = ()
+    fusions: tuple[Fusion, ...] = ()
 
     @property
     def sites(self) -> tuple[Decision, ...]:
@@ -157,6 +167,11 @@ class Plan:
     def converting(self) -> tuple[Decision, ...]:
         """The decisions that the rewrite will carry out."""
         return tuple(decision for decision in self.decisions if decision.converts)
+
+    @property
+    def swaps(self) -> tuple[Decision, ...]:
+        """The decisions that replace one module by one TE module."""
+        return tuple(decision for decision in self.converting if decision.fused_into is None)
 
     def __iter__(self) -> Iterator[Decision]:
         return iter(self.decisions)
@@ -183,14 +198,18 @@ class Plan:
         raise KeyError(fqn)
 
     def refuse(self, fqn: str, why: Reason) -> Plan:
-        """A copy in which the site is refused with one more reason; the spec is kept for explanation only.
+        """A copy in which a site, or a fusion with all its members, is refused with one more reason.
+
+        The spec is kept for explanation only.
 
         Raises:
-            KeyError: no such site.
+            KeyError: no such site or fusion.
         """
-        site = self.get(fqn)
-        refused = replace(site, outcome=Outcome.REFUSED, reasons=(*site.reasons, why))
-        return replace(self, decisions=tuple(refused if d is site else d for d in self.decisions))
+        fusion = next((fusion for fusion in self.fusions if fusion.fqn == fqn), None)
+        rest = tuple(other for other in self.fusions if other is not fusion)
+        sites = [d for d in self.decisions if d.fused_into == fqn] if fusion is not None else [self.get(fqn)]
+        changed = {id(site): _leave_fusion(site, rest, why) for site in sites}
+        return replace(self, decisions=tuple(changed.get(id(d), d) for d in self.decisions), fusions=rest)
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values with ``"schema"``."""
@@ -203,6 +222,7 @@ class Plan:
             "flops_total": self.flops_total,
             "notes": list(self.notes),
             "decisions": [decision.to_dict() for decision in self.decisions],
+            "fusions": [fusion.to_dict() for fusion in self.fusions],
         }
 
     def to_json(self) -> str:
@@ -228,6 +248,15 @@ class Plan:
                 params_total=data["params_total"],
                 flops_total=data["flops_total"],
                 notes=tuple(data["notes"]),
+                fusions=tuple(Fusion.from_dict(entry) for entry in data["fusions"]),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise LoadError(f"the plan is damaged: {type(error).__name__}: {error}", "convert the model again") from None
+
+
+def _leave_fusion(site: Decision, others: tuple[Fusion, ...], why: Reason) -> Decision:
+    """A norm that several fusions read stays in the next of them; any other site is refused."""
+    other = next((fusion for fusion in others if site.fqn in {member.fqn for member in fusion.members}), None)
+    if site.fused_into is not None and other is not None:
+        return replace(site, fused_into=other.fqn, spec=other.spec)
+    return replace(site, outcome=Outcome.REFUSED, reasons=(*site.reasons, why), fused_into=None)

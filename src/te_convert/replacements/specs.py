@@ -43,8 +43,62 @@ class RMSNormSpec:
     dtype: str
 
 
-Spec = LinearSpec | LayerNormSpec | RMSNormSpec
-SPECS: dict[str, type[Spec]] = {spec.name: spec for spec in (LinearSpec, LayerNormSpec, RMSNormSpec)}
+@dataclass(frozen=True)
+class LayerNormLinearSpec:
+    """``te.LayerNormLinear``: a norm and the Linears that read it, as one matrix ``weight`` [out_features, in_features].
+
+    ``normalization`` is "LayerNorm" or "RMSNorm".
+    """
+
+    name: ClassVar[str] = "te.LayerNormLinear"
+    in_features: int
+    out_features: int
+    bias: bool
+    eps: float
+    normalization: str
+    zero_centered_gamma: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LayerNormMLPSpec:
+    """``te.LayerNormMLP``: norm, fc1, activation, fc2; ``fc1_weight`` has 2 * ffn_hidden_size rows for a gated activation."""
+
+    name: ClassVar[str] = "te.LayerNormMLP"
+    hidden_size: int
+    ffn_hidden_size: int
+    bias: bool
+    eps: float
+    normalization: str
+    activation: str
+    zero_centered_gamma: bool
+    dtype: str
+
+
+@dataclass(frozen=True)
+class DotProductAttentionSpec:
+    """``te.DotProductAttention``: softmax(scale * q @ k.T + mask) @ v in the layout "bshd"; it has no weights.
+
+    ``softmax_scale`` None means 1 / sqrt(head size); ``window_size`` is (left, right) or None; ``softcap`` 0 means none.
+    """
+
+    name: ClassVar[str] = "te.DotProductAttention"
+    num_attention_heads: int
+    kv_channels: tuple[int, int]
+    num_gqa_groups: int
+    softmax_scale: float | None
+    attention_dropout: float
+    dtype: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_channels", tuple(self.kv_channels))
+
+
+Spec = LinearSpec | LayerNormSpec | RMSNormSpec | LayerNormLinearSpec | LayerNormMLPSpec | DotProductAttentionSpec
+SPECS: dict[str, type[Spec]] = {
+    spec.name: spec
+    for spec in (LinearSpec, LayerNormSpec, RMSNormSpec, LayerNormLinearSpec, LayerNormMLPSpec, DotProductAttentionSpec)
+}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -21,6 +21,8 @@ class Site:
 
     Attributes:
         executed: how often the replacement ran in verification; None when the site was not converted or nothing ran.
+        fallbacks: how often the original's forward ran instead of a fusion that the site is part of.
+        fused_into: where the TE module is that the site is part of, or None.
         parity: the site's own comparison, if there was one.
     """
 
@@ -38,6 +40,8 @@ class Site:
     precision: str
     executed: int | None
     parity: SiteParity | None
+    fallbacks: int = 0
+    fused_into: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -55,6 +59,8 @@ class Site:
             "flops": self.flops,
             "precision": self.precision,
             "executed": self.executed,
+            "fallbacks": self.fallbacks,
+            "fused_into": self.fused_into,
             "parity": None if self.parity is None else self.parity.to_dict(),
         }
 
@@ -191,8 +197,10 @@ def build_sites(plan: Plan, parity: Parity) -> tuple[Site, ...]:
             params=d.params,
             flops=d.flops,
             precision=d.precision,
-            executed=parity.executed.get(d.fqn, 0) if ran and d.converts else None,
-            parity=figures.get(d.fqn),
+            executed=parity.executed.get(d.fused_into or d.fqn, 0) if ran and d.converts else None,
+            parity=figures.get(d.fused_into or d.fqn),
+            fallbacks=parity.fallbacks.get(d.fused_into or d.fqn, 0) if d.converts else 0,
+            fused_into=d.fused_into,
         )
         for d in plan.decisions
     )

@@ -14,6 +14,9 @@ from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Plan
 from te_convert.replacements.build import constructor_arguments, module_class, parameter_names
 from te_convert.rewrite.carry_over import Switch, carry_attributes, carry_hooks, disable_fast_path, reset_switches
 from te_convert.rewrite.files import unwatch_files, watch_files
+from te_convert.rewrite.fuse import fuse, restore_fusion
+from te_convert.rewrite.fused import fused_record, get_fused, unwatch_root, watch_root
+from te_convert.rewrite.loans import is_borrower
 from te_convert.rewrite.site import (
     Delegate,
     SiteRecord,
@@ -24,8 +27,8 @@ from te_convert.rewrite.site import (
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
 Progress = Callable[[int, int], None]
-Own = Mapping[str, nn.Parameter | None]
-"""A module's own Parameter objects, by name."""
+Own = Mapping[str, Any]
+"""The original Parameter objects (or None) of a site, by name."""
 
 
 @dataclass
@@ -73,8 +76,9 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
     parents = find_parents(model)
     done: dict[str, nn.Module] = {}
     switched = known_switches(modules.values())
+    total = len(plan.swaps) + len(plan.fusions)
     try:
-        for index, decision in enumerate(plan.converting):
+        for index, decision in enumerate(plan.swaps):
             module = modules[decision.fqn]
             if is_converted(module):
                 done[decision.fqn] = module
@@ -85,8 +89,21 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
             _replace(applied, parents[id(module)], module, converted)
             get_record(converted).switches = disable_fast_path([parent for parent, _ in parents[id(module)]], switched)
             if progress is not None:
-                progress(index + 1, len(plan.converting))
+                progress(index + 1, total)
+        for index, fusion in enumerate(plan.fusions):
+            module = modules.get(fusion.fqn)
+            if module is not None and is_converted(module):
+                done[fusion.fqn] = module
+                continue
+            decisions = {decision.fqn: decision for decision in plan.decisions if decision.fused_into is not None}
+            fused, taken = fuse(applied.model, fusion, decisions, backend)
+            applied.sites[fusion.fqn], applied.taken[fusion.fqn] = fused, taken
+            holders = [parent for _, member in get_fused(fused).members for parent, _ in parents[id(member)]]
+            get_fused(fused).switches = disable_fast_path(holders, switched)
+            if progress is not None:
+                progress(len(plan.swaps) + index + 1, total)
         watch_files(applied.model)
+        watch_root(applied.model)
     except BaseException:
         applied.undo_all()
         raise
@@ -94,9 +111,14 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
     return applied
 
 
+def needs_slow_path(module: nn.Module) -> bool:
+    """A converted module, or a member of a fusion: torch's fused encoder kernel would read its weights past it."""
+    return is_converted(module) or is_borrower(module)
+
+
 def known_switches(modules: Iterable[nn.Module]) -> dict[int, Any]:
     """id(module) → original value of what earlier conversions switched."""
-    switches: list[Switch] = [s for module in modules if is_converted(module) for s in get_record(module).switches]
+    switches: list[Switch] = [s for module in modules if is_converted(module) for s in module.__dict__[SITE_ATTRIBUTE].switches]
     return {id(module): value for module, _, value in switches}
 
 
@@ -177,6 +199,13 @@ def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) 
 
     With its ``own`` Parameters it is exactly as it was; without, it takes over the converted module's values and hooks.
     """
+    fused = fused_record(converted)
+    if fused is not None:
+        restore_fusion(root, fused, None if own is None else dict(own))
+        reset_switches(fused.switches, needs_slow_path)
+        unwatch_files(root)
+        unwatch_root(root)
+        return root
     original = restore_parameters(converted, own)
     original.__dict__.pop("forward", None)
     if own is None:
@@ -184,6 +213,6 @@ def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) 
     original.training = converted.training
     for parent, name in find_parents(root)[id(converted)]:
         parent._modules[name] = original
-    reset_switches(get_record(converted).switches, is_converted)
+    reset_switches(get_record(converted).switches, needs_slow_path)
     unwatch_files(root)
     return original if root is converted else root

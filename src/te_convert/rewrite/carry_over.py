@@ -71,3 +71,14 @@ def reset_switches(switches: list[Switch], is_needed: Callable[[nn.Module], bool
     for module, name, value in switches:
         if not any(is_needed(child) for child in module.children()):
             setattr(module, name, value)
+
+
+def find_hooks(hooks: dict[int, Any], function: Any) -> list[int]:
+    """Keys under which a function is registered in one of nn.Module's hook dictionaries."""
+    return [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]
+
+
+def remove_hook(hooks: dict[int, Any], function: Any) -> None:
+    """Take a function out of one of nn.Module's hook dictionaries."""
+    for key in find_hooks(hooks, function):
+        del hooks[key]

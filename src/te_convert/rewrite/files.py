@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.rewrite.carry_over import find_hooks, remove_hook
 from te_convert.rewrite.site import forget_layout, get_record, has_transposed, is_converted, tell_layout
 
 
@@ -30,7 +31,7 @@ class SavePretrained:
 
 def watch_files(model: nn.Module) -> None:
     """Register the load hooks and wrap ``save_pretrained`` on a converted root, once, if it has a site that needs them."""
-    if any(map(has_transposed, model.modules())) and not _hooks(model._load_state_dict_pre_hooks, tell_layout):
+    if any(map(has_transposed, model.modules())) and not find_hooks(model._load_state_dict_pre_hooks, tell_layout):
         model.register_load_state_dict_pre_hook(tell_layout)
         model.register_load_state_dict_post_hook(forget_layout)
     if any(map(_is_renamed, model.modules())) and callable(getattr(type(model), "save_pretrained", None)):
@@ -40,8 +41,8 @@ def watch_files(model: nn.Module) -> None:
 def unwatch_files(model: nn.Module) -> None:
     """Undo :func:`watch_files` on a root that no longer needs it."""
     if not any(map(has_transposed, model.modules())):
-        _remove(model._load_state_dict_pre_hooks, tell_layout)
-        _remove(model._load_state_dict_post_hooks, forget_layout)
+        remove_hook(model._load_state_dict_pre_hooks, tell_layout)
+        remove_hook(model._load_state_dict_post_hooks, forget_layout)
     if not any(map(_is_renamed, model.modules())) and isinstance(model.__dict__.get("save_pretrained"), SavePretrained):
         del model.__dict__["save_pretrained"]
 
@@ -49,12 +50,3 @@ def unwatch_files(model: nn.Module) -> None:
 def _is_renamed(module: nn.Module) -> bool:
     weights = get_record(module).decision.weights if is_converted(module) else None
     return weights is not None and not weights.keeps_layout
-
-
-def _hooks(hooks: dict[int, Any], function: Any) -> list[int]:
-    return [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is function]
-
-
-def _remove(hooks: dict[int, Any], function: Any) -> None:
-    for key in _hooks(hooks, function):
-        del hooks[key]

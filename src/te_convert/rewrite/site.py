@@ -15,7 +15,10 @@ from torch import nn
 
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import module_class
-from te_convert.replacements.specs import LinearSpec, Spec
+from te_convert.replacements.specs import DotProductAttentionSpec, LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, Spec
+from te_convert.rewrite.fused import fused_record
+from te_convert.rewrite.lazy import LazyNorm
+from te_convert.rewrite.loans import in_original_layout
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
 EXTRA_STATE = "_extra_state"
@@ -67,15 +70,8 @@ class Delegate:
         return self.converted.forward(*args, **kwargs)
 
 
-class Site(nn.Module):
-    """Mixin in front of a TE module or a twin; one tensor in, one tensor out."""
-
-    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
-        """Run on the single tensor given, whatever its keyword was called in the original."""
-        (x,) = (*inputs, *named.values())
-        with self._precision():
-            y: torch.Tensor = super().forward(x)
-        return y
+class TEState(nn.Module):
+    """Mixin in front of a TE module or a twin: the manners of its state dict, and the precision that the plan gives it."""
 
     def _precision(self) -> Any:
         """Leave the recipe's autocast where the plan says that the recipe cannot be used (real TE only)."""
@@ -86,8 +82,9 @@ class Site(nn.Module):
 
         return te.autocast(enabled=False) if hasattr(te, "autocast") else te.fp8_autocast(enabled=False)
 
-    # ---- state dict ----------------------------------------------------------------------------------------------
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if in_original_layout() and fused_record(self) is not None:
+            return  # its members write the parameters
         super()._save_to_state_dict(destination, prefix, keep_vars)
         extra = destination.get(prefix + EXTRA_STATE)
         if isinstance(extra, torch.Tensor) and extra.numel() == 0:
@@ -109,13 +106,33 @@ class Site(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        problem = _to_te_layout(self, state_dict, prefix, local_metadata)
+        problem = None if fused_record(self) is not None else _to_te_layout(self, state_dict, prefix, local_metadata)
         if problem is not None:
             error_msgs.append(problem)
             return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         forgiven = {prefix + EXTRA_STATE} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
         missing_keys[:] = [key for key in missing_keys if key not in forgiven]
+
+
+class Site(TEState):
+    """One tensor in, one tensor out."""
+
+    def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """Run on the single tensor given, whatever its keyword was called in the original."""
+        (x,) = (*inputs, *named.values())
+        return self.te_forward(x)
+
+    def te_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """TE's own forward, in the precision of the plan."""
+        with self._precision():
+            y: torch.Tensor = super().forward(x)
+        return y
+
+    def run_te(self, x: torch.Tensor) -> torch.Tensor:
+        """What a fusion does to run this module: call it, hooks and all."""
+        y: torch.Tensor = self(x)
+        return y
 
 
 class LinearSite(Site):
@@ -125,8 +142,41 @@ class LinearSite(Site):
         """Input [..., in_features] → output [..., out_features], also for a 1-D input."""
         (x,) = (*inputs, *named.values())
         if x.dim() == 1:
-            return super().forward(x.unsqueeze(0)).squeeze(0)
-        return super().forward(x)
+            return self.te_forward(x.unsqueeze(0)).squeeze(0)
+        return self.te_forward(x)
+
+
+class MLPSite(Site):
+    """Takes the place of the module that owned an MLP; the MLP's parts stay its children and run where the fusion may not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The fused MLP for its norm's lazy output, else the original forward."""
+        record = fused_record(self)
+        assert record is not None  # an MLPSite is made by a fusion
+        if len(args) == 1 and not kwargs and type(args[0]) is LazyNorm and record.enabled and not self._draws_inside(record):
+            pending = args[0].pending
+            x = pending.raw() if pending.norm is record.norm else None
+            if x is not None:
+                y = record.run(x)
+                for dropout in record.role("dropout-after"):
+                    y = dropout(y)
+                return y
+        if record.enabled:
+            record.fallbacks += 1
+        return self._eager(record, *args, **kwargs)
+
+    def run_te(self, x: torch.Tensor) -> torch.Tensor:
+        """TE's forward alone: the hooks on this module are those of the MLP, which takes the normalised input."""
+        return self.te_forward(x)
+
+    def _eager(self, record: Any, *args: Any, **kwargs: Any) -> Any:
+        original = record.role("owner")[0]
+        original.training = self.training
+        return type(original).forward(original, *args, **kwargs)
+
+    def _draws_inside(self, record: Any) -> bool:
+        """A dropout between the two Linears is active: TE's MLP has none."""
+        return any(module.training and module.p > 0 for module in record.role("dropout-inside"))
 
 
 def _weights(module: nn.Module) -> WeightMap:
@@ -169,7 +219,7 @@ def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
     square: list[SiteRecord] = []
     seen: str | None = None
     for name, module in root.named_modules():
-        for op in _weights(module).ops if is_converted(module) else ():
+        for op in _weights(module).ops if has_transposed(module) else ():
             if isinstance(op, Transpose):
                 own = tuple(getattr(module, op.dest).shape)
                 tensor = state_dict.get(f"{prefix}{name}.{op.source}")
@@ -184,19 +234,26 @@ def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
 def forget_layout(root: nn.Module, _: Any) -> None:
     """Load hook of a converted root: what :func:`tell_layout` saw holds for one load only."""
     for module in root.modules():
-        if is_converted(module):
+        if has_transposed(module):
             get_record(module).incoming = None
 
 
 def has_transposed(module: nn.Module) -> bool:
-    """True for a converted module whose weight is stored in another layout than the original's."""
-    return is_converted(module) and any(isinstance(op, Transpose) for op in _weights(module).ops)
+    """True for a module that replaced one other and whose weight is stored in another layout than the original's."""
+    swapped = is_converted(module) and fused_record(module) is None
+    return swapped and any(isinstance(op, Transpose) for op in _weights(module).ops)
 
 
-_CLASSES: dict[tuple[str, str], type[Site]] = {}
+_CLASSES: dict[tuple[str, str], type[TEState]] = {}
+_MIXINS: dict[type[Spec], type[TEState]] = {
+    LinearSpec: LinearSite,
+    LayerNormLinearSpec: LinearSite,
+    LayerNormMLPSpec: MLPSite,
+    DotProductAttentionSpec: TEState,
+}
 
 
-def site_class(spec: Spec, backend: str) -> type[Site]:
+def site_class(spec: Spec, backend: str) -> type[TEState]:
     """The converted class of a spec: ``ReferenceLinear`` on twins, ``TELinear`` on Transformer Engine.
 
     Made once per class and registered in this module, so that whole models pickle and deepcopy.
@@ -209,7 +266,7 @@ def site_class(spec: Spec, backend: str) -> type[Site]:
     name = f"{'TE' if backend == 'te' else 'Reference'}{short}"
     key = (backend, short)
     if key not in _CLASSES:
-        mixin = LinearSite if isinstance(spec, LinearSpec) else Site
+        mixin = _MIXINS.get(type(spec), Site)
         cls = type(name, (mixin, base), {"__module__": __name__, "__doc__": f"{spec.name} in the place of a PyTorch module."})
         _CLASSES[key] = cls
         globals()[name] = cls

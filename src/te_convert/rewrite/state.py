@@ -12,6 +12,8 @@ from torch import nn
 from te_convert.errors import InputError
 from te_convert.facts.sharing import module_names
 from te_convert.rewrite.apply import restore_site
+from te_convert.rewrite.fused import fused_record
+from te_convert.rewrite.loans import original_layout
 from te_convert.rewrite.site import EXTRA_STATE, LAYOUT_KEY, get_record, is_converted
 from te_convert.weights.ops import Fill, Transpose, WeightMap
 
@@ -27,7 +29,8 @@ def _sites_by_prefix(model: nn.Module) -> dict[str, WeightMap]:
     found: dict[str, WeightMap] = {}
     for _, module in converted_modules(model):
         weights = get_record(module).decision.weights
-        assert weights is not None
+        if weights is None or fused_record(module) is not None:
+            continue
         for name in names[id(module)]:
             found[f"{name}." if name else ""] = weights
     return found
@@ -64,7 +67,9 @@ def original_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     sites = _sites_by_prefix(model)
     result: dict[str, Any] = OrderedDict()
-    for key, tensor in model.state_dict().items():
+    with original_layout():
+        state = model.state_dict()
+    for key, tensor in state.items():
         prefix, leaf = _split(key, sites)
         if leaf == EXTRA_STATE:  # TE's quantisation history; the original knows nothing of it
             continue
@@ -72,7 +77,7 @@ def original_state_dict(model: nn.Module) -> dict[str, Any]:
         if op is None:
             result[key] = tensor
         elif not isinstance(op, Fill):
-            result[prefix + op.source] = tensor.t().contiguous() if isinstance(op, Transpose) else tensor
+            result[prefix + op.sources[0]] = op.part(tensor, 0).contiguous() if isinstance(op, Transpose) else tensor
     return result
 
 
@@ -90,11 +95,8 @@ def load_original_state_dict(model: nn.Module, state_dict: Mapping[str, Any], st
     for key, tensor in state_dict.items():
         prefix, leaf = _split(key, sites)
         ops = sites[prefix].ops if leaf else ()
-        op = next((op for op in ops if not isinstance(op, Fill) and op.source == leaf), None)
-        if op is None or isinstance(op, Fill):
-            translated[key] = tensor
-        else:
-            translated[prefix + op.dest] = tensor.t() if isinstance(op, Transpose) else tensor
+        op = next((op for op in ops if leaf in op.sources), None)
+        translated[key if op is None else prefix + op.dest] = tensor if op is None else op.forward([tensor])
     metadata = {prefix[:-1]: {"version": 1, LAYOUT_KEY: "te"} for prefix in sites}
     translated._metadata = metadata  # type: ignore[attr-defined]  # what load_state_dict reads
     return model.load_state_dict(translated, strict=strict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from te_convert.match.candidate import Candidate
+from te_convert.match.groups import Found, Group
 from te_convert.match.guards import ALWAYS, BEFORE_PROBES, Guard
 from te_convert.reasons import Reason
 from te_convert.replacements.specs import Spec
@@ -98,6 +99,19 @@ class Rule(ABC, Generic[F]):
         return Proposal(
             self.id, self.kind, self.build(site, found), self.weights(site, found), reasons, self.precision(site, found)
         )
+
+
+class FusionRule(ABC):
+    """Base of the rules that make one TE module of several; they look at a group of Linears that read the same tensor.
+
+    A rule takes what it can; the next one gets the Linears that are left.
+    """
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def propose(self, group: Group) -> Found:
+        """Fusions of the group's modules, and why others were not made."""
 
 
 def _run(guards: tuple[Guard, ...], site: Candidate) -> tuple[Reason, ...]:

@@ -12,6 +12,7 @@ from torch import nn
 from te_convert.capture.run import describe_error
 from te_convert.capture.tensors import model_device
 from te_convert.rewrite.apply import Applied
+from te_convert.rewrite.fused import fused_record
 from te_convert.verify.accuracy import judge_accuracy
 from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio, row_ratios, worst_of
 from te_convert.verify.isolate import SiteRecorder, as_original, observed, random_site_parity
@@ -37,6 +38,7 @@ class _State:
     reverted: list[RevertedSite] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     row_ratios: list[float] = field(default_factory=list)
+    fallbacks: dict[str, int] = field(default_factory=dict)
 
 
 def verify_applied(applied: Applied, reference: Reference, revert: bool = True, progress: Progress | None = None) -> Parity:
@@ -79,6 +81,7 @@ def _parity(state: _State, scenarios: list[ScenarioParity]) -> Parity:
         sites=sites,
         reverted=tuple(state.reverted),
         executed={fqn: state.recorder.calls.get(fqn, 0) for fqn in state.applied.sites},
+        fallbacks={fqn: count for fqn, count in state.fallbacks.items() if fqn in state.applied.sites},
         notes=tuple(dict.fromkeys(state.notes)),
     )
 
@@ -89,6 +92,8 @@ def _isolate(state: _State) -> None:
     sites, recorder = state.applied.sites, state.recorder
     if not sites:
         return
+    fusions = {fqn: fused for fqn, site in sites.items() if (fused := fused_record(site)) is not None}
+    before = {fqn: fused.fallbacks for fqn, fused in fusions.items()}
     runs = [r for r in state.reference.runs if r.setting.perturb] or state.reference.runs
     for expected in runs[:2]:
         with prepared(state.applied.model, expected.scenario, expected.setting) as ready, observed(sites, recorder):
@@ -96,6 +101,7 @@ def _isolate(state: _State) -> None:
                 ready.call(state.applied.model)
             except Exception as error:
                 state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
+    state.fallbacks = {fqn: fused.fallbacks - before[fqn] for fqn, fused in fusions.items()}
     for fqn, site in sites.items():
         if fqn in recorder.figures:
             state.sites[fqn] = recorder.verdict(fqn, site)

@@ -12,8 +12,10 @@ from torch import nn
 
 from te_convert.capture.run import describe_error
 from te_convert.facts.sharing import find_parents
+from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.specs import LinearSpec
 from te_convert.rewrite.apply import Applied, Own, restore_parameters
+from te_convert.rewrite.fused import FusedRecord, fused_record
 from te_convert.rewrite.site import Delegate, get_record
 from te_convert.verify.compare import MISMATCH, compare, error_ratio
 from te_convert.verify.model import Figures, SiteParity
@@ -42,7 +44,10 @@ def original_of(site: nn.Module, own: Own | None = None) -> Iterator[nn.Module]:
 
 
 def run_original(site: nn.Module, x: torch.Tensor, own: Own | None = None) -> torch.Tensor:
-    """The original module's own forward on ``x``, without hooks."""
+    """The original module's own forward on ``x``, without hooks; of a fusion, its members' one after the other."""
+    fused = fused_record(site)
+    if fused is not None:
+        return fused.run_original(x, own)
     with original_of(site, own) as original:
         result: torch.Tensor = type(original).forward(original, x)
     return result
@@ -76,8 +81,13 @@ class SiteRecorder:
         (x,) = (*args, *kwargs.values())
         before = x.detach().clone() if self.compare else x
         y = forward(*args, **kwargs)
+        self.ran(fqn, site, forward, before, y)
+        return y
+
+    def ran(self, fqn: str, site: nn.Module, forward: Any, before: torch.Tensor, y: torch.Tensor) -> None:
+        """Count a run of a converted forward on the input ``before`` and compare its output."""
         if self.inside:
-            return y
+            return
         self.calls[fqn] = self.calls.get(fqn, 0) + 1
         if self.compare:
             self.inside = True
@@ -87,7 +97,6 @@ class SiteRecorder:
                 self.failed(fqn, error)
             finally:
                 self.inside = False
-        return y
 
     def failed(self, fqn: str, error: Exception) -> None:
         """A comparison that raised."""
@@ -96,7 +105,7 @@ class SiteRecorder:
 
     def _compare(self, fqn: str, site: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor) -> None:
         low = x.dtype in _LOW
-        reference, weights = get_record(site).backend == "reference", self.taken.get(fqn)
+        reference, weights = site.__dict__[SITE_ATTRIBUTE].backend == "reference", self.taken.get(fqn)
         own = run_original(site, x.clone(), weights)
         self.dtypes[fqn] = str(x.dtype).removeprefix("torch.")
         if not low:
@@ -128,8 +137,9 @@ class SiteRecorder:
         own, y = results
         figures = compare(own, y)
         missed = not judge_float32(figures).passed
-        is_norm = not isinstance(get_record(site).decision.spec, LinearSpec)
-        if get_record(site).backend != "reference" or figures.bit_equal or not (missed or is_norm):
+        record = site.__dict__[SITE_ATTRIBUTE]
+        is_norm = not isinstance(record.decision.spec, LinearSpec)
+        if record.backend != "reference" or figures.bit_equal or not (missed or is_norm):
             return figures
         with Widen(torch.float64):
             exact, converted = run_original(site, x.clone(), self.taken.get(fqn)), forward(x.clone())
@@ -153,7 +163,7 @@ class SiteRecorder:
         passed, bound = exact.passed, exact.bound
         if ratio is not None:
             judged = judge_ratio(*ratio)
-            on_te = get_record(site).backend == "te"
+            on_te = site.__dict__[SITE_ATTRIBUTE].backend == "te"
             passed = judged.passed and (on_te or exact.passed)
             bound = judged.bound if on_te else f"{exact.bound}; {judged.bound}"
         return SiteParity(fqn, dtype, figures, self.calls.get(fqn, 0), bound, passed, ratio[0] if ratio else None, random_input)
@@ -164,11 +174,26 @@ def observed(sites: dict[str, nn.Module], recorder: SiteRecorder) -> Iterator[No
     """Route the forward of every site through the recorder for the time being (instance attribute, no hooks)."""
     try:
         for fqn, site in sites.items():
-            site.__dict__["forward"] = _Observer(fqn, site, recorder)
+            fused = fused_record(site)
+            if fused is None:
+                site.__dict__["forward"] = _Observer(fqn, site, recorder)
+            else:
+                fused.observer = _FusionObserver(fqn, recorder)
         yield
     finally:
         for site in sites.values():
             site.__dict__.pop("forward", None)
+            fused = fused_record(site)
+            if fused is not None:
+                fused.observer = None
+
+
+class _FusionObserver:
+    def __init__(self, fqn: str, recorder: SiteRecorder) -> None:
+        self.fqn, self.recorder = fqn, recorder
+
+    def __call__(self, record: FusedRecord, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.recorder.ran(self.fqn, record.module, record.module.te_forward, x.detach(), y)
 
 
 class _Observer:
@@ -187,6 +212,10 @@ def as_original(applied: Applied, fqns: Collection[str]) -> Iterator[nn.Module]:
     with ExitStack() as stack:
         for fqn in fqns:
             site = applied.sites[fqn]
+            fused = fused_record(site)
+            if fused is not None:
+                stack.enter_context(fused.off(applied.taken.get(fqn)))
+                continue
             if not isinstance(get_record(site).original.__dict__.get("forward"), Delegate):
                 continue  # an enclosing use has put it in place
             original = stack.enter_context(original_of(site, applied.taken.get(fqn)))
@@ -201,11 +230,12 @@ def random_site_parity(fqn: str, site: nn.Module, own: Own | None = None) -> Sit
     """Compare one site alone on seeded random input [4, width], with its 1-D parameters perturbed."""
     parameter = next(iter(site.parameters()))
     width = int(getattr(site, "in_features", 0)) or int(parameter.shape[-1])
+    forward = getattr(site, "te_forward", None) if fused_record(site) is not None else None
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
     recorder = SiteRecorder({} if own is None else {fqn: own})
     with torch.no_grad(), perturbed(site):
         try:
-            recorder.observe(fqn, site, type(site).forward.__get__(site), (x,), {})
+            recorder.observe(fqn, site, forward or type(site).forward.__get__(site), (x,), {})
         except Exception as error:
             recorder.failed(fqn, error)
     return recorder.verdict(fqn, site, random_input=True)

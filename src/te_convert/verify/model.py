@@ -128,6 +128,7 @@ class Parity:
         sites: per-site comparisons.
         reverted: sites put back during verification.
         executed: per converted site, how often its replacement ran during verification.
+        fallbacks: per fusion, how often a member ran its original forward instead in those runs.
         notes: what limits the verdict, one sentence each (not reproducible, output ignores its input, ...).
     """
 
@@ -138,6 +139,7 @@ class Parity:
     sites: tuple[SiteParity, ...] = ()
     reverted: tuple[RevertedSite, ...] = ()
     executed: dict[str, int] = field(default_factory=dict)
+    fallbacks: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property
@@ -158,5 +160,6 @@ class Parity:
             "sites": [site.to_dict() for site in self.sites],
             "reverted": [site.to_dict() for site in self.reverted],
             "executed": dict(self.executed),
+            "fallbacks": dict(self.fallbacks),
             "notes": list(self.notes),
         }

@@ -5,32 +5,72 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from te_convert.rewrite.site import get_record, is_converted
-from te_convert.weights.ops import Fill
+from te_convert.match.groups import inside
+from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.rewrite.fused import fused_record
+from te_convert.rewrite.site import is_converted
+from te_convert.weights.ops import Fill, WeightOp
 
 AMOUNT = 0.15
 """Standard deviation of what is added; large against rounding, small enough that models stay finite."""
 
 
-def named_original_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every distinct parameter under its name in the original model; constants that the conversion filled in are left out."""
+@dataclass(frozen=True)
+class OriginalParameters:
+    """A parameter of a model, and what it was in the original.
+
+    Attributes:
+        names: names in the original model of what it is made of.
+        op: how it is made of them; None for a parameter that is as it was.
+    """
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    op: WeightOp | None = None
+
+    def parts(self) -> list[torch.Tensor]:
+        """The original tensors, without gradients."""
+        whole = self.parameter.detach()
+        return [whole] if self.op is None else self.op.inverse(whole)
+
+    def put(self, parts: list[torch.Tensor]) -> None:
+        """Set the parameter's values from those of the original tensors."""
+        self.parameter.copy_(parts[0] if self.op is None else self.op.forward(parts))
+
+
+def original_parameters(model: nn.Module) -> Iterator[OriginalParameters]:
+    """Every distinct parameter with its names in the original model; constants that the conversion filled in are left out."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # its parameters live behind another interface, and it is never converted
             continue
-        names = {name: name for name in module._parameters}
-        if is_converted(module):
-            weights = get_record(module).decision.weights
-            names = {op.dest: op.source for op in weights.ops if not isinstance(op, Fill)} if weights is not None else {}
-        for name, source in names.items():
-            parameter = module._parameters[name]
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield (f"{prefix}.{source}" if prefix else source), parameter
+        ops = _operations(module)
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen or (ops is not None and name not in ops):
+                continue
+            seen.add(id(parameter))
+            op, outer = (None, prefix) if ops is None else (ops[name], _outer(prefix, module))
+            sources = (name,) if op is None else op.sources
+            yield OriginalParameters(parameter, tuple(f"{outer}.{source}" if outer else source for source in sources), op)
+
+
+def _operations(module: nn.Module) -> dict[str, WeightOp] | None:
+    """Parameter name → operation of a converted module, without fills; None for any other module."""
+    weights = module.__dict__[SITE_ATTRIBUTE].decision.weights if is_converted(module) else None
+    return None if weights is None else {op.dest: op for op in weights.ops if not isinstance(op, Fill)}
+
+
+def _outer(prefix: str, module: nn.Module) -> str:
+    """The module to which the source names of a converted module are relative."""
+    record = fused_record(module)
+    if record is None:
+        return prefix
+    return prefix.removesuffix(inside(record.decision.fqn, record.decision.scope)).rstrip(".")
 
 
 @contextmanager
@@ -42,14 +82,19 @@ def perturbed(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     saved: list[tuple[nn.Parameter, torch.Tensor]] = []
     try:
         with torch.no_grad():
-            for name, parameter in named_original_parameters(model) if enabled else ():
+            for found in original_parameters(model) if enabled else ():
+                parameter = found.parameter
                 if parameter.dim() == 1 and parameter.is_floating_point() and parameter.numel() > 0:
-                    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                    noise = torch.randn(parameter.shape, generator=generator) * AMOUNT
                     saved.append((parameter, parameter.detach().clone()))
-                    parameter.copy_(parameter + noise.to(parameter.device, parameter.dtype))
+                    found.put([_moved(part, name) for part, name in zip(found.parts(), found.names, strict=True)])
         yield
     finally:
         with torch.no_grad():
             for parameter, value in saved:
                 parameter.copy_(value)
+
+
+def _moved(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    noise = torch.randn(tensor.shape, generator=generator) * AMOUNT
+    return tensor + noise.to(tensor.device, tensor.dtype)

@@ -1,11 +1,13 @@
-"""Exact, invertible weight programs: where each tensor of the original module goes in TE's layout.
+"""Exact, invertible weight programs: where each tensor of the original goes in TE's layout.
 
-A source or destination is a parameter name inside the module.  ``Move`` keeps the tensor (and so the Parameter object),
-``Transpose`` changes the layout, ``Fill`` makes a constant that the original does not have.
+A destination is a parameter name of the TE module.  A source is a parameter name of the module that it replaces, or, where
+several modules become one, a name relative to the module that holds them all.  ``Move`` keeps the tensor (and so the Parameter
+object), ``Transpose``, ``Concat`` and ``SwapHalves`` change the layout, ``Fill`` makes a constant that the original does not have.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -14,26 +16,145 @@ import torch
 from te_convert.errors import LoadError
 
 
+class Op:
+    """One step of a weight program: some source tensors make one destination tensor, and back."""
+
+    op: ClassVar[str]
+    dest: str
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors that it takes, in order."""
+        raise NotImplementedError
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Source tensors → destination tensor."""
+        raise NotImplementedError
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The ``index``-th source tensor as a view of the destination tensor; exact inverse of :meth:`forward`."""
+        raise NotImplementedError
+
+    def inverse(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Destination tensor → all source tensors, as views."""
+        return [self.part(tensor, index) for index in range(len(self.sources))]
+
+
 @dataclass(frozen=True)
-class Move:
+class Move(Op):
     """The same tensor under another (or the same) name."""
 
     op: ClassVar[str] = "move"
     source: str
     dest: str
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The one source."""
+        return (self.source,)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The tensor itself."""
+        return tensors[0]
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(Op):
     """A 2-D tensor with its dimensions swapped: [in, out] → [out, in] (Transformers' Conv1D)."""
 
     op: ClassVar[str] = "transpose"
     source: str
     dest: str
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The one source."""
+        return (self.source,)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A contiguous copy with the dimensions swapped."""
+        return tensors[0].t().contiguous()
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The same memory with the dimensions swapped."""
+        return tensor.t()
+
 
 @dataclass(frozen=True)
-class Fill:
+class Concat(Op):
+    """Blocks of rows, one below the other: q, k, v → [q; k; v], or gate, up → [gate; up].
+
+    Attributes:
+        rows: rows of each block in the destination.
+        transposed: each source is stored [in, out] (Transformers' Conv1D) and is transposed first.
+    """
+
+    op: ClassVar[str] = "concat"
+    names: tuple[str, ...]
+    dest: str
+    rows: tuple[int, ...]
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "rows", tuple(self.rows))
+        if len(self.names) != len(self.rows):
+            raise ValueError(f"{len(self.names)} sources, but sizes of {len(self.rows)} blocks")
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The blocks from top to bottom."""
+        return self.names
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One new tensor of all rows.
+
+        Raises:
+            ValueError: a block has another number of rows than planned.
+        """
+        blocks = [tensor.t() for tensor in tensors] if self.transposed else list(tensors)
+        found = tuple(block.shape[0] for block in blocks)
+        if found != self.rows:
+            raise ValueError(f"{self.dest}: blocks of {found} rows, planned were {self.rows}")
+        return torch.cat(blocks)
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The block's rows, a view."""
+        block = tensor.narrow(0, sum(self.rows[:index]), self.rows[index])
+        return block.t() if self.transposed else block
+
+
+@dataclass(frozen=True)
+class SwapHalves(Op):
+    """The two halves of the rows exchanged: a packed [up; gate] → [gate; up], the order of TE's gated activations."""
+
+    op: ClassVar[str] = "swap-halves"
+    source: str
+    dest: str
+    transposed: bool = False
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The one source."""
+        return (self.source,)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A new tensor with the halves exchanged."""
+        tensor = tensors[0].t() if self.transposed else tensors[0]
+        return tensor.roll(tensor.shape[0] // 2, 0).contiguous()
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """A copy with the halves exchanged back (no view can show it)."""
+        back = tensor.roll(tensor.shape[0] // 2, 0)
+        return back.t() if self.transposed else back
+
+
+@dataclass(frozen=True)
+class Fill(Op):
     """A frozen constant of the given length that TE needs and the original lacks (a norm's missing bias)."""
 
     op: ClassVar[str] = "fill"
@@ -41,9 +162,14 @@ class Fill:
     value: float
     size: int
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
-WeightOp = Move | Transpose | Fill
-_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Fill)}
+
+WeightOp = Move | Transpose | Concat | SwapHalves | Fill
+_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Concat, SwapHalves, Fill)}
 
 
 @dataclass(frozen=True)
@@ -54,14 +180,14 @@ class WeightMap:
 
     def __post_init__(self) -> None:
         dests = [op.dest for op in self.ops]
-        sources = [op.source for op in self.ops if not isinstance(op, Fill)]
+        sources = self.sources
         if len(set(dests)) != len(dests) or len(set(sources)) != len(sources):
             raise ValueError(f"a weight map uses a tensor twice: {self.ops}")
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Parameter names of the original module, in order."""
-        return tuple(op.source for op in self.ops if not isinstance(op, Fill))
+        return tuple(source for op in self.ops for source in op.sources)
 
     @property
     def keeps_layout(self) -> bool:
@@ -76,24 +202,31 @@ class WeightMap:
         """
         out: dict[str, torch.Tensor] = {}
         for op in self.ops:
-            if isinstance(op, Move):
-                out[op.dest] = tensors[op.source]
-            elif isinstance(op, Transpose):
-                out[op.dest] = tensors[op.source].t().contiguous()
-            else:
+            if isinstance(op, Fill):
                 like = next(iter(tensors.values()))
                 out[op.dest] = torch.full((op.size,), op.value, dtype=like.dtype, device=like.device)
+            else:
+                out[op.dest] = op.forward([tensors[source] for source in op.sources])
         return out
 
     def to_original(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """TE layout → original layout, the exact inverse of :meth:`to_te` (filled constants are dropped)."""
         out: dict[str, torch.Tensor] = {}
         for op in self.ops:
-            if isinstance(op, Move):
-                out[op.source] = tensors[op.dest]
-            elif isinstance(op, Transpose):
-                out[op.source] = tensors[op.dest].t().contiguous()
+            for source, part in zip(op.sources, op.inverse(tensors[op.dest]) if op.sources else (), strict=True):
+                out[source] = part.contiguous()
         return out
+
+    def find(self, source: str) -> tuple[WeightOp, int]:
+        """The operation that takes a source tensor, and the tensor's place in it.
+
+        Raises:
+            KeyError: no operation takes it.
+        """
+        for op in self.ops:
+            if source in op.sources:
+                return op, op.sources.index(source)
+        raise KeyError(source)
 
 
 def weight_map_to_dict(weights: WeightMap) -> list[dict[str, Any]]:

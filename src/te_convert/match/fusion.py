@@ -1,0 +1,73 @@
+"""A fusion: several modules that become one TE module, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from te_convert.replacements.specs import Spec, spec_from_dict, spec_to_dict
+from te_convert.weights.ops import WeightMap, weight_map_from_dict, weight_map_to_dict
+
+
+@dataclass(frozen=True)
+class Member:
+    """One module of a fusion and what it is there: "norm", "linear", "gate", "up", "fc1", "fc2", "owner", "attention"."""
+
+    role: str
+    fqn: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Several modules that become one TE module.
+
+    Attributes:
+        fqn: where the TE module is registered, for instance ``layers.0.self_attn.layernorm_qkv``.
+        scope: the module that holds all members; names in ``weights`` are relative to it.
+        rule: id of the rule that found it.
+        members: the modules in the order in which they run.
+        spec: constructor facts of the TE module.
+        weights: from the members' parameters to the TE module's.
+        precision: "recipe" or "high" (the recipe cannot be used here).
+        contiguous: the readers of the outputs need them contiguous (a slice of a larger matrix is not).
+    """
+
+    fqn: str
+    scope: str
+    rule: str
+    members: tuple[Member, ...]
+    spec: Spec
+    weights: WeightMap
+    precision: str = "recipe"
+    contiguous: bool = False
+
+    def member(self, role: str) -> str | None:
+        """Name of the first member with a role, or None."""
+        return next((member.fqn for member in self.members if member.role == role), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fusion as plain JSON values."""
+        return {
+            "fqn": self.fqn,
+            "scope": self.scope,
+            "rule": self.rule,
+            "members": [{"role": member.role, "fqn": member.fqn} for member in self.members],
+            "spec": spec_to_dict(self.spec),
+            "weights": weight_map_to_dict(self.weights),
+            "precision": self.precision,
+            "contiguous": self.contiguous,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Fusion:
+        """The inverse of :meth:`to_dict`; raises KeyError, TypeError or ValueError on damaged data."""
+        return cls(
+            fqn=data["fqn"],
+            scope=data["scope"],
+            rule=data["rule"],
+            members=tuple(Member(**member) for member in data["members"]),
+            spec=spec_from_dict(data["spec"]),
+            weights=weight_map_from_dict(data["weights"]),
+            precision=data["precision"],
+            contiguous=data["contiguous"],
+        )

@@ -1,0 +1,181 @@
+"""From single decisions to fusions: which norms are read by Linears alone, and what the fusion rules make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from te_convert.capture.graph import Capture
+from te_convert.capture.run import describe_error
+from te_convert.config import ConvertConfig
+from te_convert.facts.norm_formula import NormFacts
+from te_convert.match.candidate import Candidate
+from te_convert.match.fusion import Fusion
+from te_convert.match.groups import Group, LinearSite, NormSite, common_scope
+from te_convert.match.norms import probe_norm_site
+from te_convert.match.readers import Readers, find_readers
+from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Outcome
+from te_convert.reasons import Reason, ReasonCode, reason
+from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
+from te_convert.rules.base import FusionRule
+from te_convert.rules.registry import FUSION_RULES
+
+
+@dataclass
+class _Sites:
+    """What the leaf rules decided, by kind."""
+
+    model: nn.Module
+    modules: dict[str, nn.Module]
+    capture: Capture
+    config: ConvertConfig
+    linears: dict[str, LinearSite] = field(default_factory=dict)
+    norms: dict[str, NormSite] = field(default_factory=dict)
+
+
+def fuse_decisions(
+    model: nn.Module, capture: Capture, sites: Iterable[tuple[Candidate, Decision]], config: ConvertConfig
+) -> tuple[dict[str, Decision], tuple[Fusion, ...]]:
+    """Decisions that a fusion changes or that have something to say about one, by name, and the fusions."""
+    known = _sort(model, capture, sites, config)
+    decisions = {candidate.fqn: decision for candidate, decision in sites}
+    changed: dict[str, Decision] = {}
+    fusions: list[Fusion] = []
+    for name, norm in known.norms.items():
+        readers = find_readers(capture, known.modules, name, known.linears.keys(), model.training)
+        if not readers.linears:
+            continue
+        obstacle = _obstacle(known, norm, readers)
+        if obstacle is not None:
+            changed[name] = _advise(changed.get(name, decisions[name]), (obstacle,))
+            continue
+        group = _group(known, norm, readers)
+        found, advices = _ask(group, FUSION_RULES)
+        for fqn, reasons in advices.items():
+            changed[fqn] = _advise(changed.get(fqn, decisions[fqn]), reasons)
+        for fusion in found:
+            fusion = _unique(fusion, fusions)
+            fusions.append(fusion)
+            for member in fusion.members:
+                before = changed.get(member.fqn, decisions.get(member.fqn))
+                if before is not None and before.fused_into is None and member.fqn in known.linears.keys() | known.norms.keys():
+                    changed[member.fqn] = replace(
+                        before, outcome=Outcome.FUSED, rule=fusion.rule, spec=fusion.spec, weights=None, fused_into=fusion.fqn
+                    )
+    return changed, tuple(fusions)
+
+
+def _sort(model: nn.Module, capture: Capture, sites: Iterable[tuple[Candidate, Decision]], config: ConvertConfig) -> _Sites:
+    known = _Sites(model, dict(model.named_modules()), capture, config)
+    for site, decision in sites:
+        if decision.outcome is not Outcome.CONVERTED or decision.weights is None or "forward" in site.module.__dict__:
+            continue
+        if isinstance(decision.spec, LinearSpec):
+            known.linears[site.fqn] = LinearSite(site, decision.spec, decision.weights, decision.precision)
+        elif isinstance(decision.spec, LayerNormSpec | RMSNormSpec) and site.has_graph:
+            facts = probe_norm_site(site)
+            if isinstance(facts, NormFacts):
+                known.norms[site.fqn] = NormSite(site, facts)
+    return known
+
+
+def _obstacle(known: _Sites, norm: NormSite, readers: Readers) -> Reason | None:
+    """Why the norm stays a module of its own: somebody else reads it, or its output leaves the block that made it."""
+    if readers.others:
+        return reason(ReasonCode.FUSION_OTHER_READER, f"also read by {', '.join(readers.others[:3])}")
+    if readers.problem:
+        return reason(ReasonCode.FUSION_CALLS_DIFFER, readers.problem)
+    if norm.site.ties:
+        return reason(
+            ReasonCode.FUSION_TIED, f"{next(iter(norm.site.ties))} is shared with {next(iter(norm.site.ties.values()))[0]}"
+        )
+    crossed = _crosses(known.modules, [norm.fqn, *readers.linears])
+    if crossed:
+        return reason(ReasonCode.FUSION_CROSSES_BLOCK, f"{crossed} lies between the norm and its readers")
+    widths = {known.linears[name].spec.in_features for name in readers.linears}
+    dtypes = {known.linears[name].spec.dtype for name in readers.linears} | {str(norm.site.dtype).removeprefix("torch.")}
+    if widths != {norm.facts.width} or len(dtypes) > 1:
+        return reason(ReasonCode.FUSION_CALLS_DIFFER, f"widths {sorted(widths)}, dtypes {sorted(dtypes)}")
+    return None
+
+
+def _crosses(modules: dict[str, nn.Module], names: list[str]) -> str:
+    """The repeated or checkpointed block between the modules' common ancestor and one of them, or "".
+
+    A checkpoint around such a block would see a deferred norm enter or leave it.
+    """
+    depth = len(common_scope(names).split(".")) if common_scope(names) else 0
+    for name in names:
+        parts = name.split(".")
+        for end in range(depth + 1, len(parts)):
+            block, holder = ".".join(parts[:end]), ".".join(parts[: end - 1])
+            repeated = isinstance(modules[holder], nn.ModuleList | nn.Sequential | nn.ModuleDict)
+            checkpointed = any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(modules[block]).__mro__)
+            if repeated or checkpointed or isinstance(modules[block], nn.ModuleList):
+                return block
+    return ""
+
+
+def _group(known: _Sites, norm: NormSite | None, readers: Readers) -> Group:
+    return Group(
+        norm=norm,
+        linears=tuple(known.linears[name] for name in readers.linears),
+        contiguous=readers.contiguous,
+        modules=known.modules,
+        capture=known.capture,
+        all_linears=known.linears,
+        allow=known.config.allow,
+        training=known.model.training,
+    )
+
+
+def _ask(group: Group, rules: Iterable[FusionRule]) -> tuple[list[Fusion], dict[str, tuple[Reason, ...]]]:
+    """Each rule in turn on what the ones before left; one that breaks says so and takes nothing."""
+    fusions: list[Fusion] = []
+    advices: dict[str, tuple[Reason, ...]] = {}
+    for rule in rules:
+        try:
+            found = rule.propose(group)
+        except Exception as error:
+            first = group.linears[0].fqn
+            why = reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}")
+            advices[first] = (*advices.get(first, ()), why)
+            continue
+        for fqn, reasons in found.advices.items():
+            advices[fqn] = (*advices.get(fqn, ()), *reasons)
+        fusions += found.fusions
+        taken = {member.fqn for fusion in found.fusions for member in fusion.members}
+        group = replace(group, linears=tuple(linear for linear in group.linears if linear.fqn not in taken))
+        if not group.linears:
+            break
+    return fusions, advices
+
+
+def _unique(fusion: Fusion, others: list[Fusion]) -> Fusion:
+    taken, fqn = {other.fqn for other in others}, fusion.fqn
+    while fqn in taken:
+        fqn += "_"
+    return replace(fusion, fqn=fqn)
+
+
+def _advise(decision: Decision, reasons: tuple[Reason, ...]) -> Decision:
+    return replace(decision, reasons=(*decision.reasons, *reasons))
+
+
+def existing_fusions(model: nn.Module) -> dict[str, Fusion]:
+    """The fusions of an earlier conversion by their name then, with the names that their modules have now."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for name, module in model.named_modules():
+        record = module.__dict__.get(SITE_ATTRIBUTE)
+        if record is None or not isinstance(record.decision, Fusion):
+            continue
+        members = tuple(
+            replace(member, fqn=name if member.role == "owner" else names.get(id(held), member.fqn))
+            for (_, held), member in zip(record.members, record.decision.members, strict=True)
+        )
+        scope = names.get(id(record.scope), record.decision.scope)
+        found[record.decision.fqn] = replace(record.decision, fqn=name, scope=scope, members=members)
+    return found

@@ -1,0 +1,218 @@
+"""Run-time side of a fusion: which fused module a member belongs to, when it may run, and how often it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from te_convert.match.fusion import Fusion
+from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.rewrite.carry_over import find_hooks, remove_hook
+from te_convert.rewrite.lazy import LazyNorm, can_defer, unwrap
+from te_convert.rewrite.loans import Borrower
+
+RECORDS = "_te_convert_records"
+"""Where a norm keeps the records of the fusions that read it, and a Linear that of its fusion."""
+
+Observer = Callable[["FusedRecord", torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(eq=False)
+class FusedRecord:
+    """What a fused module knows about itself.
+
+    Attributes:
+        decision: the fusion that the plan asked for.
+        module: the TE module (or its twin) that holds the parameters.
+        scope: the module that holds all members.
+        members: (role, module) of the modules that it stands for, in the order in which they run.
+        enabled: False runs the members' own forwards.
+        own: the original Parameters, by source name, served to the members instead of the fused ones for the time being.
+        executed: how often the TE module ran.
+        fallbacks: how often a member ran its original forward instead.
+        observer: called with (record, input, output) whenever the TE module ran.
+        switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
+    """
+
+    decision: Fusion
+    module: nn.Module
+    scope: nn.Module
+    backend: str
+    members: tuple[tuple[str, nn.Module], ...] = ()
+    enabled: bool = True
+    own: Mapping[str, nn.Parameter] | None = None
+    executed: int = 0
+    fallbacks: int = 0
+    observer: Observer | None = None
+    switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+    def role(self, role: str) -> list[nn.Module]:
+        """The members with a role."""
+        return [module for name, module in self.members if name == role]
+
+    @property
+    def norm(self) -> Any:
+        """The norm, or None for a fusion without one."""
+        return next(iter(self.role("norm")), None)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """The TE module on its input, counted and observed."""
+        module: Any = self.module
+        y: torch.Tensor = module.run_te(x)
+        self.executed += 1
+        if self.observer is not None:
+            self.observer(self, x, y)
+        return y
+
+    def run_original(self, x: torch.Tensor, own: Mapping[str, nn.Parameter] | None = None) -> torch.Tensor:
+        """The members' own forwards on the fused module's input, one after the other; with ``own`` Parameters if given."""
+        with self.off(own):
+            h = x if self.norm is None else self.norm.eager(x)
+            owner = self.role("owner")
+            if owner:
+                y: torch.Tensor = type(owner[0]).forward(owner[0], h)
+                return y
+            return torch.cat([linear.eager(h) for linear in self.role("linear")], -1)
+
+    @contextmanager
+    def off(self, own: Mapping[str, nn.Parameter] | None = None) -> Iterator[None]:
+        """The members as they were before the fusion, for the time being."""
+        before = (self.enabled, self.own)
+        self.enabled, self.own = False, own if own is not None else self.own
+        try:
+            yield
+        finally:
+            self.enabled, self.own = before
+
+    def __deepcopy__(self, memo: Any) -> FusedRecord:
+        """A record of the copied model: counters at zero, nothing observed."""
+        import copy
+
+        new = FusedRecord(self.decision, nn.Module(), nn.Module(), self.backend, enabled=self.enabled)
+        memo[id(self)] = new
+        new.module = copy.deepcopy(self.module, memo)
+        new.scope = copy.deepcopy(self.scope, memo)
+        new.members = copy.deepcopy(self.members, memo)
+        new.switches = copy.deepcopy(self.switches, memo)
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing of a run that is under way."""
+        return {**self.__dict__, "observer": None, "own": None, "executed": 0, "fallbacks": 0}
+
+
+def fused_record(module: nn.Module) -> FusedRecord | None:
+    """The record of a fused TE module, or None."""
+    record = module.__dict__.get(SITE_ATTRIBUTE)
+    return record if isinstance(record, FusedRecord) else None
+
+
+def get_fused(module: nn.Module) -> FusedRecord:
+    """The record of a fused TE module.
+
+    Raises:
+        KeyError: the module is not one.
+    """
+    record = fused_record(module)
+    if record is None:
+        raise KeyError(type(module).__name__)
+    return record
+
+
+def unwrap_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook of a converted root: nobody outside gets a lazy tensor."""
+    return tree_map(unwrap, output) if any(type(leaf) is LazyNorm for leaf in tree_leaves(output)) else None
+
+
+def watch_root(root: nn.Module) -> None:
+    """Unwrap what a root with fused norms returns."""
+    if any(map(fused_record, root.modules())) and not find_hooks(root._forward_hooks, unwrap_output):
+        root.register_forward_hook(unwrap_output)
+
+
+def unwatch_root(root: nn.Module) -> None:
+    """Undo :func:`watch_root` on a root without fusions."""
+    if not any(map(fused_record, root.modules())):
+        remove_hook(root._forward_hooks, unwrap_output)
+
+
+class DeferringNorm(Borrower):
+    """A norm that leaves its work to the fused modules that read it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A lazy tensor where it may be one, else the original's output."""
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+            if type(x) is LazyNorm:
+                x = x.pending.value()
+            if can_defer(x) and any(record.enabled for record in self.__dict__[RECORDS]):
+                return LazyNorm.defer(self, x)
+        return self.eager(*args, **kwargs)
+
+    def output_dtype(self, x: torch.Tensor) -> torch.dtype:
+        """dtype that the original returns, found out once per input dtype and autocast mode."""
+        device = x.device.type
+        key = (x.dtype, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None)
+        known: dict[Any, torch.dtype] = self.__dict__.setdefault("_te_convert_dtypes", {})
+        if key not in known:
+            with torch.no_grad():
+                known[key] = self.eager(x.detach().reshape(-1, x.shape[-1])[:1].clone()).dtype
+        return known[key]
+
+
+class FusedReader(Borrower):
+    """A Linear that takes its part of what the fused module computed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Its columns of the fused output for the fusion's own lazy input, else the original forward."""
+        record: FusedRecord = self.__dict__[RECORDS]
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if len(args) + len(kwargs) == 1 and type(x) is LazyNorm and record.enabled:
+            y = _take(record, self, x)
+            if y is not None:
+                return y
+        if record.enabled:
+            record.fallbacks += 1
+        return self.eager(*args, **kwargs)
+
+
+def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tensor | None:
+    """One reader's columns.  The first reader runs the fused module and leaves the others' columns on the lazy tensor.
+
+    None when the lazy tensor is not of this fusion's norm, the reader took its part already, or the norm's value has to be used.
+    """
+    pending = lazy.pending
+    if pending.norm is not record.norm:
+        return None
+    waiting = pending.stash.get(id(record))
+    if waiting is None:
+        x = pending.raw()
+        if x is None:
+            return None
+        readers = record.role("linear")
+        waiting = dict(zip(map(id, readers), _columns(record, record.run(x)), strict=True))
+        pending.stash[id(record)] = waiting
+    y = waiting.pop(id(reader), None)
+    if not waiting:
+        del pending.stash[id(record)]  # a replay with the same lazy tensor (checkpoint) starts afresh
+    return y
+
+
+def _columns(record: FusedRecord, y: torch.Tensor) -> list[torch.Tensor]:
+    """The readers' parts of the fused output [..., out_features]."""
+    readers = record.role("linear")
+    if len(readers) == 1:
+        return [y]
+    sizes = [int(reader.__dict__["_te_convert_rows"]) for reader in readers]
+    parts, start = [], 0
+    for size in sizes:  # narrow: what split returns must not be changed in place
+        part = y.narrow(-1, start, size)
+        parts.append(part.contiguous() if record.decision.contiguous else part)
+        start += size
+    return parts

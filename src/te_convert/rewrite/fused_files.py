@@ -1,0 +1,49 @@
+"""Checkpoints in the original layout read into fused modules: a load hook on the module that holds all members."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.rewrite.carry_over import remove_hook
+
+_SCOPE = "_te_convert_scope"
+"""Where a module keeps the fused modules that it is the scope of."""
+
+
+def watch_scope(scope: nn.Module, module: nn.Module) -> None:
+    """Let ``scope.load_state_dict`` accept the original's keys for a fused module."""
+    modules = scope.__dict__.setdefault(_SCOPE, [])
+    modules.append(module)
+    if len(modules) == 1:
+        scope.register_load_state_dict_pre_hook(accept_original)
+
+
+def unwatch_scope(scope: nn.Module, module: nn.Module) -> None:
+    """Undo :func:`watch_scope`."""
+    modules = scope.__dict__.get(_SCOPE, [])
+    if module in modules:
+        modules.remove(module)
+    if not modules:
+        scope.__dict__.pop(_SCOPE, None)
+        remove_hook(scope._load_state_dict_pre_hooks, accept_original)
+
+
+def accept_original(scope: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Rewrite a state dict's original entries of every fused module below ``scope`` to TE's names and layout, in place.
+
+    A fusion of which only some tensors are there is left alone: the load then reports what is missing.
+    """
+    used: set[str] = set()
+    for module in scope.__dict__.get(_SCOPE, ()):
+        fusion = module.__dict__[SITE_ATTRIBUTE].decision
+        place = fusion.fqn.removeprefix(f"{fusion.scope}.") if fusion.scope else fusion.fqn
+        for op in fusion.weights.ops:
+            keys = [prefix + source for source in op.sources]
+            if keys and all(key in state_dict for key in keys):
+                state_dict[f"{prefix}{place}.{op.dest}"] = op.forward([state_dict[key] for key in keys])
+                used.update(keys)
+    for key in used:
+        del state_dict[key]

@@ -1,0 +1,146 @@
+"""Modules whose parameters live in a fused TE module: the same objects, of a class that borrows the parameters.
+
+A member keeps its identity, its place, its hooks and its original forward; ``member.weight`` is the part of the fused parameter
+that was its weight, so whoever reads it, or calls the member on a path that nobody recorded, gets the original's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from te_convert.weights.ops import Move, WeightOp
+
+if TYPE_CHECKING:
+    from te_convert.rewrite.fused import FusedRecord
+
+LOANS = "_te_convert_loans"
+
+_ORIGINAL_LAYOUT: ContextVar[bool] = ContextVar("te_convert_original_layout", default=False)
+"""While True, members write their borrowed parameters into state dicts and the fused modules write nothing."""
+
+
+@contextmanager
+def original_layout() -> Iterator[None]:
+    """``state_dict()`` gives the original's keys, in the original's order."""
+    token = _ORIGINAL_LAYOUT.set(True)
+    try:
+        yield
+    finally:
+        _ORIGINAL_LAYOUT.reset(token)
+
+
+def in_original_layout() -> bool:
+    """Whether state dicts are being written in the original layout."""
+    return _ORIGINAL_LAYOUT.get()
+
+
+class Loan:
+    """Where one borrowed parameter lives: a part of a parameter of a fused module."""
+
+    def __init__(self, record: FusedRecord, op: WeightOp, index: int) -> None:
+        self.record, self.op, self.index = record, op, index
+
+    def read(self) -> torch.Tensor:
+        """The parameter, or a view of its part in the fused one."""
+        own = self.record.own
+        if own is not None:
+            original = own.get(self.op.sources[self.index])
+            if original is not None:
+                return original
+        tensor = self.record.module._parameters[self.op.dest]
+        assert tensor is not None
+        return tensor if isinstance(self.op, Move) else self.op.part(tensor, self.index)
+
+
+class Borrower(nn.Module):
+    """Mixin of every member of a fusion."""
+
+    _te_base: type[nn.Module]
+    _te_mixin: type[Borrower]
+    _te_names: tuple[str, ...]
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's forward on the borrowed parameters."""
+        return self._te_base.forward(self, *args, **kwargs)
+
+    def borrowed(self) -> tuple[torch.Tensor, ...]:
+        """The borrowed parameters."""
+        return tuple(loan.read() for loan in self.__dict__[LOANS].values())
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module's.
+
+        Raises:
+            AttributeError: the name is that of a borrowed parameter.
+        """
+        if name in self._te_names:
+            raise AttributeError(
+                f"{name} of this {self._te_base.__name__} is part of a fused Transformer Engine module and cannot be replaced; "
+                "change its values in place, or call te_convert.revert(model) first"
+            )
+        super().register_parameter(name, param)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if in_original_layout():
+            for name, loan in self.__dict__[LOANS].items():
+                tensor = loan.read()
+                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self._te_base, self._te_mixin, self._te_names), self.__dict__
+
+
+_CLASSES: dict[tuple[type[nn.Module], type[Borrower], tuple[str, ...]], type[nn.Module]] = {}
+
+
+def borrower_class(base: type[nn.Module], mixin: type[Borrower], names: Sequence[str]) -> type[nn.Module]:
+    """``base`` with ``mixin`` in front, and with properties in place of the parameters ``names``."""
+    key = (base, mixin, tuple(names))
+    if key not in _CLASSES:
+        body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+        body |= {"_te_base": base, "_te_mixin": mixin, "_te_names": key[2]}
+        body |= {"__module__": base.__module__, "__doc__": f"{base.__name__}, a member of a fused Transformer Engine module."}
+        _CLASSES[key] = type(base.__name__, (mixin, base), body)
+    return _CLASSES[key]
+
+
+def _reader(name: str) -> Callable[[Any], torch.Tensor]:
+    def read(module: Any) -> torch.Tensor:
+        loan: Loan = module.__dict__[LOANS][name]
+        return loan.read()
+
+    return read
+
+
+def _rebuild(base: type[nn.Module], mixin: type[Borrower], names: tuple[str, ...]) -> nn.Module:
+    cls = borrower_class(base, mixin, names)
+    return cls.__new__(cls)
+
+
+def lend(module: nn.Module, mixin: type[Borrower], loans: dict[str, Loan]) -> None:
+    """Turn a module into a borrower; one that already borrows (a norm of several fusions) stays as it is."""
+    if is_borrower(module):
+        return
+    for name in loans:
+        del module._parameters[name]
+    module.__dict__[LOANS] = loans
+    module.__class__ = borrower_class(type(module), mixin, tuple(loans))
+
+
+def give_back(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+    """Turn a borrower back into what it was, with these parameters, in their order."""
+    module.__class__ = type(module)._te_base
+    del module.__dict__[LOANS]
+    module._parameters = {**parameters, **module._parameters}
+
+
+def is_borrower(module: nn.Module) -> bool:
+    """True for a module whose parameters live in a fused module."""
+    return LOANS in module.__dict__

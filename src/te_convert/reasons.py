@@ -57,6 +57,14 @@ class ReasonCode(str, Enum):
     FUSION_CROSSES_BLOCK = "fusion.crosses-block"
     FUSION_TIED = "fusion.tied"
     FUSION_FAILED = "fusion.failed"
+    MODULE_HOOKS = "module.hooks"
+    ACTIVATION_GELU_ERF = "activation.gelu-erf"
+    ACTIVATION_APPROXIMATED = "activation.approximated"
+    MLP_NO_OWNER = "mlp.no-owner"
+    MLP_BIAS = "mlp.bias"
+    MLP_FLAGS = "mlp.flags"
+    MLP_SHAPE = "mlp.shape"
+    MLP_DROPOUT = "mlp.dropout"
 
 
 @dataclass(frozen=True)
@@ -208,6 +216,32 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.FUSION_TIED: ReasonInfo(
         _A, "The norm's parameters are shared with another module, so it is not fused.", "untie them first if that is what you want"
+    ),
+    ReasonCode.MODULE_HOOKS: ReasonInfo(
+        _A, "A module inside a larger fusion has hooks, which would not run; the parts are converted instead.", "remove the hooks"
+    ),
+    ReasonCode.ACTIVATION_GELU_ERF: ReasonInfo(
+        _A,
+        "TE's MLP has the tanh GELU and the model the exact one, so the MLP is converted in parts.",
+        'pass allow=("gelu-tanh",) to accept the difference (at most 4.7e-4 per activation)',
+    ),
+    ReasonCode.ACTIVATION_APPROXIMATED: ReasonInfo(
+        _A, "An approximation that the caller allowed is in use.", "drop it from allow= for exact results"
+    ),
+    ReasonCode.MLP_NO_OWNER: ReasonInfo(
+        _A,
+        "No module is exactly this MLP, so it is converted in parts.",
+        "put the Linears and the activation into a module of their own",
+    ),
+    ReasonCode.MLP_BIAS: ReasonInfo(
+        _A, "Only some Linears of the MLP have a bias, so it is converted in parts.", "give all Linears of the MLP a bias, or none"
+    ),
+    ReasonCode.MLP_FLAGS: ReasonInfo(
+        _A, "Gate and up cannot share one weight, so the MLP is converted in parts.", "freeze or train both alike, and untie them"
+    ),
+    ReasonCode.MLP_SHAPE: ReasonInfo(_A, "The MLP changes the width, so it is converted in parts.", "nothing to do"),
+    ReasonCode.MLP_DROPOUT: ReasonInfo(
+        _A, "A dropout inside the MLP cannot be watched, so it is converted in parts.", "use nn.Dropout instead of the function"
     ),
     ReasonCode.FUSION_FAILED: ReasonInfo(
         _A, "A fusion rule failed here; the sites are converted one by one.", "please report it with the detail"

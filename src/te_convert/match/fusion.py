@@ -29,6 +29,7 @@ class Fusion:
         spec: constructor facts of the TE module.
         weights: from the members' parameters to the TE module's.
         precision: "recipe" or "high" (the recipe cannot be used here).
+        approximation: what the caller allowed to be computed approximately ("gelu-tanh"), or "".
         contiguous: the readers of the outputs need them contiguous (a slice of a larger matrix is not).
     """
 
@@ -40,6 +41,7 @@ class Fusion:
     weights: WeightMap
     precision: str = "recipe"
     contiguous: bool = False
+    approximation: str = ""
 
     def member(self, role: str) -> str | None:
         """Name of the first member with a role, or None."""
@@ -56,6 +58,7 @@ class Fusion:
             "weights": weight_map_to_dict(self.weights),
             "precision": self.precision,
             "contiguous": self.contiguous,
+            "approximation": self.approximation,
         }
 
     @classmethod
@@ -70,4 +73,5 @@ class Fusion:
             weights=weight_map_from_dict(data["weights"]),
             precision=data["precision"],
             contiguous=data["contiguous"],
+            approximation=data["approximation"],
         )

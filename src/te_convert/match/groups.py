@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -85,6 +86,7 @@ class Group:
         all_linears: every Linear of the model that a leaf rule would convert, by name.
         allow: approximations that the caller accepts.
         training: the model's own mode.
+        probe_cache: what stretches of the graph turned out to compute, shared by all groups of a model.
     """
 
     norm: NormSite | None
@@ -95,6 +97,7 @@ class Group:
     all_linears: dict[str, LinearSite]
     allow: tuple[str, ...] = ()
     training: bool = False
+    probe_cache: dict[Hashable, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -91,7 +92,9 @@ def _readers(node: fx.Node, modules: dict[str, nn.Module], training: bool) -> It
             yield user
 
 
-def find_readers(capture: Capture, modules: dict[str, nn.Module], source: str, linears: Set[str], training: bool) -> Readers:
+def find_readers(
+    capture: Capture, modules: dict[str, nn.Module], source: str, linears: AbstractSet[str], training: bool
+) -> Readers:
     """Readers of the leaf module ``source``.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -33,6 +33,7 @@ class _Sites:
     config: ConvertConfig
     linears: dict[str, LinearSite] = field(default_factory=dict)
     norms: dict[str, NormSite] = field(default_factory=dict)
+    probe_cache: dict[Hashable, tuple[str, str]] = field(default_factory=dict)
 
 
 def fuse_decisions(
@@ -128,6 +129,7 @@ def _group(known: _Sites, norm: NormSite | None, readers: Readers) -> Group:
         all_linears=known.linears,
         allow=known.config.allow,
         training=known.model.training,
+        probe_cache=known.probe_cache,
     )
 
 

@@ -156,7 +156,7 @@ def _assign_parameters(module: nn.Module, converted: nn.Module, weights: WeightM
             converted._parameters[op.dest] = module._parameters[op.source]
         elif isinstance(op, Transpose):
             converted._parameters[op.dest] = transposed(module._parameters[op.source])
-        else:
+        elif isinstance(op, Fill):
             like = next(p for p in module._parameters.values() if p is not None)
             converted._parameters[op.dest] = filled(op, like)
 

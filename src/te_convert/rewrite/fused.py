@@ -74,11 +74,23 @@ class FusedRecord:
         """The members' own forwards on the fused module's input, one after the other; with ``own`` Parameters if given."""
         with self.off(own):
             h = x if self.norm is None else self.norm.eager(x)
-            owner = self.role("owner")
-            if owner:
-                y: torch.Tensor = type(owner[0]).forward(owner[0], h)
-                return y
-            return torch.cat([linear.eager(h) for linear in self.role("linear")], -1)
+            if self.role("owner"):
+                return self._run_owner(h)
+            readers: list[Any] = self.role("linear")
+            return torch.cat([reader.eager(h) for reader in readers], -1)
+
+    def _run_owner(self, h: torch.Tensor) -> torch.Tensor:
+        """The MLP's own forward without dropouts, which the TE module does not have either."""
+        (owner,) = self.role("owner")
+        dropouts = [module for module in (*self.role("dropout-inside"), *self.role("dropout-after")) if module.training]
+        try:
+            for module in dropouts:
+                module.training = False
+            y: torch.Tensor = type(owner).forward(owner, h)
+        finally:
+            for module in dropouts:
+                module.training = True
+        return y
 
     @contextmanager
     def off(self, own: Mapping[str, nn.Parameter] | None = None) -> Iterator[None]:

@@ -114,7 +114,7 @@ class Pending:
 
 
 class _Defer(torch.autograd.Function):
-    """Gives a lazy tensor a real ``grad_fn``: C++ code (reentrant checkpoint, custom Functions) does not ask the lazy for its value."""
+    """Gives a lazy tensor a real ``grad_fn``: C++ code (reentrant checkpoint, custom Functions) does not ask it for its value."""
 
     @staticmethod
     def forward(ctx: Any, pending: Pending, dtype: torch.dtype, x: Tensor, *parameters: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _Defer(torch.autograd.Function):
         return _wrapper(x, dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
         """Gradients of the norm by recomputation."""
         _ = ctx.saved_tensors  # raises when the input was changed in place
@@ -132,7 +132,7 @@ class _Defer(torch.autograd.Function):
 
 
 def _wrapper(x: Tensor, dtype: torch.dtype) -> Tensor:
-    lazy: Tensor = torch.Tensor._make_wrapper_subclass(LazyNorm, x.shape, dtype=dtype, device=x.device)  # type: ignore[attr-defined]
+    lazy: Tensor = torch.Tensor._make_wrapper_subclass(LazyNorm, x.shape, dtype=dtype, device=x.device)
     return lazy
 
 
@@ -189,13 +189,16 @@ class LazyNorm(Tensor):
         return func(*_values(args), **_values(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Below autograd: the gradient goes through the lazy tensor's own ``grad_fn``."""
         return func(*_detached(args), **_detached(kwargs or {}))
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """A copy of the value, which is what a copy of the norm's output would be."""
-        return self.pending.value().__deepcopy__(memo)
+        copied: Tensor = self.pending.value().__deepcopy__(memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the value."""
@@ -285,7 +288,7 @@ def can_defer(x: Any) -> bool:
     return (
         (type(x) is Tensor or type(x) is torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
         and torch._C._functorch.peek_interpreter_stack() is None
         and not is_recording()
     )

@@ -136,7 +136,8 @@ def lend(module: nn.Module, mixin: type[Borrower], loans: dict[str, Loan]) -> No
 
 def give_back(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Turn a borrower back into what it was, with these parameters, in their order."""
-    module.__class__ = type(module)._te_base
+    borrower: Any = module
+    module.__class__ = borrower._te_base
     del module.__dict__[LOANS]
     module._parameters = {**parameters, **module._parameters}
 

@@ -169,6 +169,16 @@ class MLPSite(Site):
         """TE's forward alone: the hooks on this module are those of the MLP, which takes the normalised input."""
         return self.te_forward(x)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the TE module lacks and the original has: its methods and properties."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            record = fused_record(self)
+            if record is None or name.startswith("__"):
+                raise
+            return getattr(record.role("owner")[0], name)
+
     def _eager(self, record: Any, *args: Any, **kwargs: Any) -> Any:
         original = record.role("owner")[0]
         original.training = self.training

@@ -3,7 +3,7 @@
     q, k, v = Linear_q(norm(x)), Linear_k(norm(x)), Linear_v(norm(x))
     [q k v] = norm(x) @ [W_q; W_k; W_v].T + [b_q; b_k; b_v]
 
-Linears that differ in bias, in requires_grad or in layout, and tied ones, get a matrix of their own; all share the norm's Parameters.
+Linears that differ in bias, requires_grad or layout, and tied ones, get a matrix of their own; all share the norm's Parameters.
 """
 
 from __future__ import annotations

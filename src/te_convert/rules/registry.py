@@ -10,10 +10,11 @@ from te_convert.rules.conv1d import Conv1DRule
 from te_convert.rules.layer_norm import LayerNormRule
 from te_convert.rules.linear import LinearRule
 from te_convert.rules.norm_linear import NormLinearRule
+from te_convert.rules.norm_mlp import NormMLPRule
 from te_convert.rules.rms_norm import RMSNormRule
 
 BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(), RMSNormRule())
-FUSION_RULES: tuple[FusionRule, ...] = (NormLinearRule(),)
+FUSION_RULES: tuple[FusionRule, ...] = (NormMLPRule(), NormLinearRule())
 """In order of preference: what an earlier one takes, a later one does not see."""
 ENTRY_POINT_GROUP = "te_convert.rules"
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from te_convert.capture.graph import Recording
 from te_convert.match.groups import Group
-from te_convert.match.regions import MAX_NODES, RegionError, Region, find_region
+from te_convert.match.regions import MAX_NODES, Region, RegionError, find_region
 from te_convert.reference.activations import ACTIVATION_NAMES, activate, is_gated
 
 ERF = "-erf"

@@ -125,7 +125,7 @@ def find_readers(
             seen = names if seen is None else seen
             for user in found:
                 read[str(user.target)] += 1
-                if _needs_contiguous(user):
+                if needs_contiguous(user):
                     contiguous.add(str(user.target))
         stray = _stray_calls(recording, read, seen or ())
         if stray:
@@ -146,7 +146,7 @@ def _describe(node: fx.Node) -> str:
     return f"{node_name(node)} in {stack[-1] or 'the root'}"
 
 
-def _needs_contiguous(linear: fx.Node) -> bool:
+def needs_contiguous(linear: fx.Node) -> bool:
     """Whether a view of a Linear's output does more than split its last dimension."""
     leading = _shape(linear)[:-1]
     return any(

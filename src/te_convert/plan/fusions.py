@@ -16,10 +16,10 @@ from te_convert.match.fusion import Fusion
 from te_convert.match.groups import Group, LinearSite, NormSite, common_scope
 from te_convert.match.norms import probe_norm_site
 from te_convert.match.readers import Readers, find_readers
+from te_convert.match.shared_inputs import find_shared_inputs
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Outcome
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
-from te_convert.rules.base import FusionRule
 from te_convert.rules.registry import FUSION_RULES
 
 
@@ -41,31 +41,51 @@ def fuse_decisions(
 ) -> tuple[dict[str, Decision], tuple[Fusion, ...]]:
     """Decisions that a fusion changes or that have something to say about one, by name, and the fusions."""
     known = _sort(model, capture, sites, config)
-    decisions = {candidate.fqn: decision for candidate, decision in sites}
-    changed: dict[str, Decision] = {}
-    fusions: list[Fusion] = []
+    result = _Result({candidate.fqn: decision for candidate, decision in sites})
     for name, norm in known.norms.items():
         readers = find_readers(capture, known.modules, name, known.linears.keys(), model.training)
         if not readers.linears:
             continue
         obstacle = _obstacle(known, norm, readers)
         if obstacle is not None:
-            changed[name] = _advise(changed.get(name, decisions[name]), (obstacle,))
-            continue
-        group = _group(known, norm, readers)
-        found, advices = _ask(group, FUSION_RULES)
-        for fqn, reasons in advices.items():
-            changed[fqn] = _advise(changed.get(fqn, decisions[fqn]), reasons)
-        for fusion in found:
-            fusion = _unique(fusion, fusions)
-            fusions.append(fusion)
-            for member in fusion.members:
-                before = changed.get(member.fqn, decisions.get(member.fqn))
-                if before is not None and before.fused_into is None and member.fqn in known.linears.keys() | known.norms.keys():
-                    changed[member.fqn] = replace(
-                        before, outcome=Outcome.FUSED, rule=fusion.rule, spec=fusion.spec, weights=None, fused_into=fusion.fqn
-                    )
-    return changed, tuple(fusions)
+            result.advise(name, (obstacle,))
+        else:
+            _ask(_group(known, norm, readers), result)
+    free = {name: linear for name, linear in known.linears.items() if name not in result.taken}
+    for readers in find_shared_inputs(capture, free):
+        _ask(_group(known, None, readers), result)
+    return result.changed, tuple(result.fusions)
+
+
+@dataclass
+class _Result:
+    """Fusions found so far, and the decisions as they are with them."""
+
+    decisions: dict[str, Decision]
+    changed: dict[str, Decision] = field(default_factory=dict)
+    fusions: list[Fusion] = field(default_factory=list)
+    taken: set[str] = field(default_factory=set)
+
+    def advise(self, fqn: str, reasons: tuple[Reason, ...]) -> None:
+        """Say why a site was not fused, or what to know about its fusion."""
+        before = self.changed.get(fqn, self.decisions[fqn])
+        self.changed[fqn] = replace(before, reasons=(*before.reasons, *reasons))
+
+    def add(self, fusion: Fusion) -> None:
+        """Accept a fusion under a name of its own; its members become part of it."""
+        names = {other.fqn for other in self.fusions}
+        fqn = fusion.fqn
+        while fqn in names:
+            fqn += "_"
+        fusion = replace(fusion, fqn=fqn)
+        self.fusions.append(fusion)
+        for member in fusion.members:
+            before = self.changed.get(member.fqn, self.decisions.get(member.fqn))
+            if before is not None and before.outcome is Outcome.CONVERTED:
+                self.taken.add(member.fqn)
+                self.changed[member.fqn] = replace(
+                    before, outcome=Outcome.FUSED, rule=fusion.rule, spec=fusion.spec, weights=None, fused_into=fqn
+                )
 
 
 def _sort(model: nn.Module, capture: Capture, sites: Iterable[tuple[Candidate, Decision]], config: ConvertConfig) -> _Sites:
@@ -133,37 +153,21 @@ def _group(known: _Sites, norm: NormSite | None, readers: Readers) -> Group:
     )
 
 
-def _ask(group: Group, rules: Iterable[FusionRule]) -> tuple[list[Fusion], dict[str, tuple[Reason, ...]]]:
+def _ask(group: Group, result: _Result) -> None:
     """Each rule in turn on what the ones before left; one that breaks says so and takes nothing."""
-    fusions: list[Fusion] = []
-    advices: dict[str, tuple[Reason, ...]] = {}
-    for rule in rules:
+    for rule in FUSION_RULES:
         try:
             found = rule.propose(group)
         except Exception as error:
-            first = group.linears[0].fqn
-            why = reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}")
-            advices[first] = (*advices.get(first, ()), why)
+            result.advise(group.linears[0].fqn, (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),))
             continue
         for fqn, reasons in found.advices.items():
-            advices[fqn] = (*advices.get(fqn, ()), *reasons)
-        fusions += found.fusions
-        taken = {member.fqn for fusion in found.fusions for member in fusion.members}
-        group = replace(group, linears=tuple(linear for linear in group.linears if linear.fqn not in taken))
+            result.advise(fqn, reasons)
+        for fusion in found.fusions:
+            result.add(fusion)
+        group = replace(group, linears=tuple(linear for linear in group.linears if linear.fqn not in result.taken))
         if not group.linears:
             break
-    return fusions, advices
-
-
-def _unique(fusion: Fusion, others: list[Fusion]) -> Fusion:
-    taken, fqn = {other.fqn for other in others}, fusion.fqn
-    while fqn in taken:
-        fqn += "_"
-    return replace(fusion, fqn=fqn)
-
-
-def _advise(decision: Decision, reasons: tuple[Reason, ...]) -> Decision:
-    return replace(decision, reasons=(*decision.reasons, *reasons))
 
 
 def existing_fusions(model: nn.Module) -> dict[str, Fusion]:

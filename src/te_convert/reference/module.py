@@ -37,7 +37,9 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def without_autocast(x: torch.Tensor) -> AbstractContextManager[Any]:
     """Leave autocast, as TE's norms do: they compute in float32 whatever it says.  Meta tensors have no autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def output_dtype(x: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -23,13 +23,14 @@ def activation_input(inp: Tensor, module: nn.Module) -> Tensor:
     """The input in the dtype in which a fused module computes: autocast's, else its own.
 
     Raises:
-        TypeError: outside autocast, a parameter of another dtype, as TE's base module (``module/base.py``).
+        TypeError: outside autocast, a parameter of another dtype, as TE's base module (``module/base.py``).  Not asked under a
+            torch-function mode, which may be what changes the dtypes (parity in a wider precision).
     """
     dtype = autocast_dtype(inp)
     if dtype is not None:
         return inp.to(dtype)
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.dtype != inp.dtype:
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.dtype != inp.dtype and not torch._C._len_torch_function_stack():
             raise TypeError(f"the input is {inp.dtype} and {name} is {parameter.dtype}; outside autocast they must be the same")
     return inp
 
@@ -72,12 +73,16 @@ def normalize(
         [..., n].
     """
     wide = compute_dtype(x.dtype)
+    if x.dtype is wide is weight.dtype and not zero_centered_gamma and autocast_dtype(x) is None:  # nothing to cast
+        if normalization == "RMSNorm":
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
     with without_autocast(x):
         # Under autocast TE casts the parameters to the activation dtype before its kernel widens them.
         gamma = weight.to(x.dtype).to(wide) + (1 if zero_centered_gamma else 0)
         values = x.to(wide)
         if normalization == "RMSNorm":
-            y = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * gamma
+            y = F.rms_norm(values, (x.shape[-1],), gamma, eps)
         else:
             beta = None if bias is None else bias.to(x.dtype).to(wide)
             y = F.layer_norm(values, (x.shape[-1],), gamma, beta, eps)

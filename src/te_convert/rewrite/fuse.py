@@ -13,7 +13,7 @@ from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import constructor_arguments, module_class, parameter_names
 from te_convert.replacements.specs import LayerNormMLPSpec
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
-from te_convert.rewrite.fused import RECORDS, DeferringNorm, FusedReader, FusedRecord
+from te_convert.rewrite.fused import RECORDS, ROWS, DeferringNorm, FusedReader, FusedRecord
 from te_convert.rewrite.fused_files import unwatch_scope, watch_scope
 from te_convert.rewrite.loans import LOANS, Borrower, Loan, give_back, is_borrower, lend
 from te_convert.rewrite.site import site_class
@@ -124,7 +124,7 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
             lend(module, DeferringNorm, ordered)
         elif role == "linear":
             module.__dict__[RECORDS] = record
-            module.__dict__["_te_convert_rows"] = _rows(loans)
+            module.__dict__[ROWS] = _rows(loans)
             lend(module, FusedReader, ordered)
         else:
             lend(module, Borrower, ordered)
@@ -176,7 +176,7 @@ def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None)
             prefix = relative(named.fqn, fusion.scope)
             give_back(member, {key.rpartition(".")[2]: p for key, p in parameters.items() if key.rpartition(".")[0] == prefix})
         member.__dict__.pop(RECORDS, None)
-        member.__dict__.pop("_te_convert_rows", None)
+        member.__dict__.pop(ROWS, None)
         member.__dict__.pop("_te_convert_dtypes", None)
     _unregister(root, record)
     unwatch_scope(record.scope, module)

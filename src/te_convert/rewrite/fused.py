@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import find_hooks, remove_hook
 from te_convert.rewrite.lazy import LazyNorm, can_defer, unwrap
 from te_convert.rewrite.loans import Borrower
+from te_convert.rewrite.shared import SharedInput, can_share
 
+ROWS = "_te_convert_rows"
+"""Where a reader keeps the number of its columns."""
 RECORDS = "_te_convert_records"
 """Where a norm keeps the records of the fusions that read it, and a Linear that of its fusion."""
 
@@ -37,6 +41,7 @@ class FusedRecord:
         executed: how often the TE module ran.
         fallbacks: how often a member ran its original forward instead.
         observer: called with (record, input, output) whenever the TE module ran.
+        shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
     """
 
@@ -50,16 +55,22 @@ class FusedRecord:
     executed: int = 0
     fallbacks: int = 0
     observer: Observer | None = None
+    shared: SharedInput = field(default_factory=SharedInput)
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
     def role(self, role: str) -> list[nn.Module]:
         """The members with a role."""
         return [module for name, module in self.members if name == role]
 
-    @property
+    @cached_property
     def norm(self) -> Any:
         """The norm, or None for a fusion without one."""
         return next(iter(self.role("norm")), None)
+
+    @cached_property
+    def readers(self) -> list[nn.Module]:
+        """The Linears that take columns of the output, in their order."""
+        return self.role("linear")
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The TE module on its input, counted and observed."""
@@ -116,7 +127,7 @@ class FusedRecord:
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of a run that is under way."""
-        return {**self.__dict__, "observer": None, "own": None, "executed": 0, "fallbacks": 0}
+        return {**self.__dict__, "observer": None, "own": None, "shared": SharedInput(), "executed": 0, "fallbacks": 0}
 
 
 def fused_record(module: nn.Module) -> FusedRecord | None:
@@ -185,8 +196,8 @@ class FusedReader(Borrower):
         """Its columns of the fused output for the fusion's own lazy input, else the original forward."""
         record: FusedRecord = self.__dict__[RECORDS]
         x = args[0] if args else next(iter(kwargs.values()), None)
-        if len(args) + len(kwargs) == 1 and type(x) is LazyNorm and record.enabled:
-            y = _take(record, self, x)
+        if len(args) + len(kwargs) == 1 and record.enabled:
+            y = _take(record, self, x) if type(x) is LazyNorm else _take_shared(record, self, x)
             if y is not None:
                 return y
         if record.enabled:
@@ -207,8 +218,9 @@ def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tenso
         x = pending.raw()
         if x is None:
             return None
-        readers = record.role("linear")
-        waiting = dict(zip(map(id, readers), _columns(record, record.run(x)), strict=True))
+        if len(record.readers) == 1:
+            return record.run(x)
+        waiting = _columns(record, record.run(x))
         pending.stash[id(record)] = waiting
     y = waiting.pop(id(reader), None)
     if not waiting:
@@ -216,15 +228,24 @@ def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tenso
     return y
 
 
-def _columns(record: FusedRecord, y: torch.Tensor) -> list[torch.Tensor]:
-    """The readers' parts of the fused output [..., out_features]."""
-    readers = record.role("linear")
-    if len(readers) == 1:
-        return [y]
-    sizes = [int(reader.__dict__["_te_convert_rows"]) for reader in readers]
-    parts, start = [], 0
-    for size in sizes:  # narrow: what split returns must not be changed in place
-        part = y.narrow(-1, start, size)
-        parts.append(part.contiguous() if record.decision.contiguous else part)
+def _take_shared(record: FusedRecord, reader: nn.Module, x: Any) -> torch.Tensor | None:
+    """One reader's columns for an input that is no norm's; None for a fusion with a norm, which this input did not come from."""
+    if record.norm is not None or not can_share(x):
+        return None
+    y = record.shared.take(id(reader), x)
+    if y is None:
+        columns = _columns(record, record.run(x))
+        y = columns.pop(id(reader))
+        record.shared.leave(x, columns)
+    return y
+
+
+def _columns(record: FusedRecord, y: torch.Tensor) -> dict[int, torch.Tensor]:
+    """id(reader) → its part of the fused output [..., out_features]."""
+    parts, start = {}, 0
+    for reader in record.readers:
+        size = reader.__dict__[ROWS]
+        part = y.narrow(-1, start, size)  # not split, whose results must not be changed in place
+        parts[id(reader)] = part.contiguous() if record.decision.contiguous else part
         start += size
     return parts

@@ -30,21 +30,24 @@ class Norm(Protocol):
         """dtype of its output for an input like ``x`` in the current mode."""
 
 
-class _Mode(NamedTuple):
+class Mode(NamedTuple):
+    """What decides how a torch call behaves: gradients, inference mode, autocast's dtype."""
+
     grad: bool
     inference: bool
     autocast: torch.dtype | None
 
 
-def _mode(device: str) -> _Mode:
+def current_mode(device: str) -> Mode:
+    """The mode of this thread for a device type."""
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return _Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    return Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
 
 @contextmanager
-def _in_mode(mode: _Mode, device: str) -> Iterator[None]:
+def _in_mode(mode: Mode, device: str) -> Iterator[None]:
     """Run as the norm would have run when it was called, whatever is switched on where its value is needed."""
-    now = _mode(device)
+    now = current_mode(device)
     with ExitStack() as stack:
         if now.inference != mode.inference:
             stack.enter_context(torch.inference_mode(mode.inference))
@@ -55,6 +58,10 @@ def _in_mode(mode: _Mode, device: str) -> Iterator[None]:
         yield
 
 
+def _any_inference(tensors: tuple[Tensor, ...]) -> bool:
+    return any([tensor.is_inference() for tensor in tensors])  # noqa: C419  # runs at every norm call: a list is the fastest
+
+
 class Pending:
     """What a lazy tensor stands for: a norm, its input, and what was computed from them so far.
 
@@ -62,23 +69,22 @@ class Pending:
         stash: fused module's record → the outputs that its readers have not taken yet.
     """
 
-    __slots__ = ("_mode", "_value", "_value_version", "_versions", "norm", "stash", "x")
+    __slots__ = ("_mode", "_parameters", "_value", "_value_version", "_versions", "norm", "stash", "x")
 
     def __init__(self, norm: Norm, x: Tensor, parameters: tuple[Tensor, ...]) -> None:
         self.norm, self.x = norm, x
         self.stash: dict[int, dict[int, Tensor]] = {}
         self._value: Tensor | None = None
         self._value_version = 0
-        self._mode = _mode(x.device.type)
-        self._versions = self._read_versions(parameters)
+        self._mode = current_mode(x.device.type)
+        self._parameters = parameters
+        self._versions = None if x.is_inference() or _any_inference(parameters) else self._read_versions()
 
-    def _read_versions(self, parameters: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-        if self.x.is_inference() or any(parameter.is_inference() for parameter in parameters):
-            return None
-        return (self.x._version, *(parameter._version for parameter in parameters))
+    def _read_versions(self) -> list[int]:
+        return [self.x._version, *[parameter._version for parameter in self._parameters]]
 
     def _check_unchanged(self) -> None:
-        if self._versions is not None and self._versions != self._read_versions(self.norm.borrowed()):
+        if self._versions is not None and self._versions != self._read_versions():
             raise RuntimeError(
                 "te_convert: the input or a weight of a fused norm was changed in place between the norm and its reader; "
                 "convert with fuse=False, or exclude the norm"
@@ -86,7 +92,7 @@ class Pending:
 
     def raw(self) -> Tensor | None:
         """The norm's input, when a fused module may use it here; None when it has to take the norm's value."""
-        if self._mode != _mode(self.x.device.type):
+        if self._mode != current_mode(self.x.device.type):
             return None
         if self._value is not None and (self._versions is None or self._value._version != self._value_version):
             return None  # somebody holds the value, and may have changed it in place
@@ -104,7 +110,7 @@ class Pending:
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the norm's parameters, for readers below ``__torch_function__``."""
-        parameters = self.norm.borrowed()
+        parameters = self._parameters
         with _in_mode(self._mode._replace(grad=True, inference=False), self.x.device.type):
             x = self.x.detach().requires_grad_(self.x.requires_grad)
             y = self.norm.eager(x)

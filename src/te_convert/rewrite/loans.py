@@ -71,7 +71,7 @@ class Borrower(nn.Module):
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
         """The borrowed parameters."""
-        return tuple(loan.read() for loan in self.__dict__[LOANS].values())
+        return tuple([loan.read() for loan in self.__dict__[LOANS].values()])
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module's.

@@ -12,9 +12,10 @@ from te_convert.rules.linear import LinearRule
 from te_convert.rules.norm_linear import NormLinearRule
 from te_convert.rules.norm_mlp import NormMLPRule
 from te_convert.rules.rms_norm import RMSNormRule
+from te_convert.rules.shared_linear import SharedLinearRule
 
 BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(), RMSNormRule())
-FUSION_RULES: tuple[FusionRule, ...] = (NormMLPRule(), NormLinearRule())
+FUSION_RULES: tuple[FusionRule, ...] = (NormMLPRule(), NormLinearRule(), SharedLinearRule())
 """In order of preference: what an earlier one takes, a later one does not see."""
 ENTRY_POINT_GROUP = "te_convert.rules"
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from te_convert.rewrite.lazy import unwrap
 from te_convert.weights.ops import Move, WeightOp
 
 if TYPE_CHECKING:
@@ -65,9 +66,14 @@ class Borrower(nn.Module):
     _te_mixin: type[Borrower]
     _te_names: tuple[str, ...]
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward on the borrowed parameters."""
+        return self.eager(*args, **kwargs)
+
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's forward on the borrowed parameters."""
-        return self._te_base.forward(self, *args, **kwargs)
+        """The original class's forward on the borrowed parameters, and on values of lazy tensors."""
+        values = {name: unwrap(value) for name, value in kwargs.items()}
+        return self._te_base.forward(self, *map(unwrap, args), **values)
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
         """The borrowed parameters."""

@@ -17,7 +17,7 @@ from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import module_class
 from te_convert.replacements.specs import DotProductAttentionSpec, LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, Spec
 from te_convert.rewrite.fused import fused_record
-from te_convert.rewrite.lazy import LazyNorm
+from te_convert.rewrite.lazy import LazyNorm, unwrap
 from te_convert.rewrite.loans import in_original_layout
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
@@ -186,7 +186,8 @@ class MLPSite(Site):
     def _eager(self, record: Any, *args: Any, **kwargs: Any) -> Any:
         original = record.role("owner")[0]
         original.training = self.training
-        return type(original).forward(original, *args, **kwargs)
+        values = {name: unwrap(value) for name, value in kwargs.items()}
+        return type(original).forward(original, *map(unwrap, args), **values)
 
     def _draws_inside(self, record: Any) -> bool:
         """A dropout between the two Linears is active: TE's MLP has none."""

@@ -11,6 +11,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from te_convert.rewrite.lazy import LazyNorm, unwrap
+
 _CASTS = frozenset({"half", "bfloat16", "float"})
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -39,6 +41,9 @@ class Widen(TorchFunctionMode):
         return tree_map(self._widen, func(*args, **kwargs))
 
     def _widen(self, value: Any) -> Any:
+        if type(value) is LazyNorm:  # inside the handler this mode is off; the norm has to see it
+            with self:
+                value = unwrap(value)
         if isinstance(value, torch.Tensor):
             return value.to(self.target) if value.dtype in self.narrow else value
         if isinstance(value, torch.dtype) and value in self.narrow:

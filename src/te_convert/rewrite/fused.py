@@ -24,7 +24,9 @@ ROWS = "_te_convert_rows"
 RECORDS = "_te_convert_records"
 """Where a norm keeps the records of the fusions that read it, and a Linear that of its fusion."""
 
-Observer = Callable[["FusedRecord", torch.Tensor, torch.Tensor], None]
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of one run of a fusion, as the original takes them."""
+Observer = Callable[["FusedRecord", Inputs, torch.Tensor], None]
 
 
 @dataclass(eq=False)
@@ -40,7 +42,7 @@ class FusedRecord:
         own: the original Parameters, by source name, served to the members instead of the fused ones for the time being.
         executed: how often the TE module ran.
         fallbacks: how often a member ran its original forward instead.
-        observer: called with (record, input, output) whenever the TE module ran.
+        observer: called with (record, inputs, output) whenever the TE module ran.
         shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
     """
@@ -76,13 +78,24 @@ class FusedRecord:
         """The TE module on its input, counted and observed."""
         module: Any = self.module
         y: torch.Tensor = module.run_te(x)
-        self.executed += 1
-        if self.observer is not None:
-            self.observer(self, x, y)
+        self.ran(((x,), {}), y)
         return y
 
-    def run_original(self, x: torch.Tensor, own: Mapping[str, nn.Parameter] | None = None) -> torch.Tensor:
-        """The members' own forwards on the fused module's input, one after the other; with ``own`` Parameters if given."""
+    def ran(self, inputs: Inputs, y: torch.Tensor) -> None:
+        """Count a run of the TE module and show it to the observer."""
+        self.executed += 1
+        if self.observer is not None:
+            self.observer(self, inputs, y)
+
+    def run_again(self, inputs: Inputs) -> torch.Tensor:
+        """The TE module once more on the same inputs, uncounted."""
+        module: Any = self.module
+        y: torch.Tensor = module.te_forward(*inputs[0], **inputs[1])
+        return y
+
+    def run_original(self, inputs: Inputs, own: Mapping[str, nn.Parameter] | None = None) -> torch.Tensor:
+        """The members' own forwards on the fused module's inputs, one after the other; with ``own`` Parameters if given."""
+        (x,) = inputs[0]
         with self.off(own):
             h = x if self.norm is None else self.norm.eager(x)
             if self.role("owner"):

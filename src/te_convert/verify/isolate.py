@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from te_convert.capture.run import describe_error
 from te_convert.facts.sharing import find_parents
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.specs import LinearSpec
 from te_convert.rewrite.apply import Applied, Own, restore_parameters
-from te_convert.rewrite.fused import FusedRecord, fused_record
+from te_convert.rewrite.fused import FusedRecord, Inputs, fused_record
 from te_convert.rewrite.site import Delegate, get_record
 from te_convert.verify.compare import MISMATCH, compare, error_ratio
 from te_convert.verify.model import Figures, SiteParity
@@ -23,6 +24,7 @@ from te_convert.verify.perturb import perturbed
 from te_convert.verify.precision import Widen
 from te_convert.verify.tolerance import is_rounding, judge_float32, judge_float64, judge_ratio
 
+Run = Callable[[], torch.Tensor]
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -47,7 +49,7 @@ def run_original(site: nn.Module, x: torch.Tensor, own: Own | None = None) -> to
     """The original module's own forward on ``x``, without hooks; of a fusion, its members' one after the other."""
     fused = fused_record(site)
     if fused is not None:
-        return fused.run_original(x, own)
+        return fused.run_original(((x,), {}), own)
     with original_of(site, own) as original:
         result: torch.Tensor = type(original).forward(original, x)
     return result
@@ -81,18 +83,27 @@ class SiteRecorder:
         (x,) = (*args, *kwargs.values())
         before = x.detach().clone() if self.compare else x
         y = forward(*args, **kwargs)
-        self.ran(fqn, site, forward, before, y)
+        weights = self.taken.get(fqn)
+        self.ran(fqn, site, y, lambda: run_original(site, before.clone(), weights), lambda: forward(before.clone()))
         return y
 
-    def ran(self, fqn: str, site: nn.Module, forward: Any, before: torch.Tensor, y: torch.Tensor) -> None:
-        """Count a run of a converted forward on the input ``before`` and compare its output."""
+    def ran(self, fqn: str, site: nn.Module, y: torch.Tensor, original: Run, converted: Run) -> None:
+        """Count a run of a converted forward and compare its output.
+
+        Args:
+            fqn: name of the site.
+            site: the converted module.
+            y: what its forward returned.
+            original: runs the original on the same inputs.
+            converted: runs the converted forward again on the same inputs.
+        """
         if self.inside:
             return
         self.calls[fqn] = self.calls.get(fqn, 0) + 1
         if self.compare:
             self.inside = True
             try:
-                self._compare(fqn, site, forward, before, y)
+                self._compare(fqn, site, y, original, converted)
             except Exception as error:
                 self.failed(fqn, error)
             finally:
@@ -103,25 +114,23 @@ class SiteRecorder:
         self.errors[fqn] = describe_error(error)
         self.figures[fqn] = MISMATCH
 
-    def _compare(self, fqn: str, site: nn.Module, forward: Any, x: torch.Tensor, y: torch.Tensor) -> None:
-        low = x.dtype in _LOW
-        reference, weights = site.__dict__[SITE_ATTRIBUTE].backend == "reference", self.taken.get(fqn)
-        own = run_original(site, x.clone(), weights)
-        self.dtypes[fqn] = str(x.dtype).removeprefix("torch.")
+    def _compare(self, fqn: str, site: nn.Module, y: torch.Tensor, original: Run, converted: Run) -> None:
+        low = y.dtype in _LOW
+        reference = site.__dict__[SITE_ATTRIBUTE].backend == "reference"
+        own = original()
+        self.dtypes[fqn] = str(y.dtype).removeprefix("torch.")
         if not low:
-            self._keep(fqn, self._look_closer(fqn, site, forward, x, (own, y)))
+            self._keep(fqn, self._look_closer(fqn, site, (original, converted), (own, y)))
             return
         with Widen(torch.float32):
-            exact = run_original(site, x.clone(), weights)
-            wide = forward(x.clone()) if reference else None
-        self._keep(fqn, compare(own, y) if wide is None else self._look_closer(fqn, site, forward, x, (exact, wide)))
-        ratio = error_ratio([("", exact)], [("", own)], [("", y)], x.dtype)
+            exact = original()
+            wide = converted() if reference else None
+        self._keep(fqn, compare(own, y) if wide is None else self._look_closer(fqn, site, (original, converted), (exact, wide)))
+        ratio = error_ratio([("", exact)], [("", own)], [("", y)], y.dtype)
         if ratio[0] >= self.ratios.get(fqn, (-1.0, 0))[0]:
             self.ratios[fqn] = ratio
 
-    def _look_closer(
-        self, fqn: str, site: nn.Module, forward: Any, x: torch.Tensor, results: tuple[torch.Tensor, torch.Tensor]
-    ) -> Figures:
+    def _look_closer(self, fqn: str, site: nn.Module, runs: tuple[Run, Run], results: tuple[torch.Tensor, torch.Tensor]) -> Figures:
         """Figures in float32, or in float64, where a rounding difference vanishes and a wrong constant stays.
 
         float64 decides for a site that missed its float32 bound, and for every norm: at a variance of 1 an eps that is wrong by
@@ -130,8 +139,7 @@ class SiteRecorder:
         Args:
             fqn: name of the site.
             site: the converted module.
-            forward: its forward.
-            x: the input.
+            runs: run the original and the converted forward again.
             results: of the original and of the converted forward in float32 (on TE, in the run's own precision).
         """
         own, y = results
@@ -142,7 +150,7 @@ class SiteRecorder:
         if record.backend != "reference" or figures.bit_equal or not (missed or is_norm):
             return figures
         with Widen(torch.float64):
-            exact, converted = run_original(site, x.clone(), self.taken.get(fqn)), forward(x.clone())
+            exact, converted = runs[0](), runs[1]()
         wide = compare(exact, converted)
         if not judge_float64(wide).passed:
             self.inexact.setdefault(fqn, wide)
@@ -192,8 +200,13 @@ class _FusionObserver:
     def __init__(self, fqn: str, recorder: SiteRecorder) -> None:
         self.fqn, self.recorder = fqn, recorder
 
-    def __call__(self, record: FusedRecord, x: torch.Tensor, y: torch.Tensor) -> None:
-        self.recorder.ran(self.fqn, record.module, record.module.te_forward, x.detach(), y)
+    def __call__(self, record: FusedRecord, inputs: Inputs, y: torch.Tensor) -> None:
+        own, held = self.recorder.taken.get(self.fqn), tree_map(_detached, inputs)
+        self.recorder.ran(self.fqn, record.module, y, lambda: record.run_original(held, own), lambda: record.run_again(held))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 class _Observer:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from te_convert.capture.attention import AttentionCall
 from te_convert.capture.scenario import Scenario
 
 
@@ -71,6 +72,7 @@ class Recording:
         value_reads: how often Python read a tensor's values (``item``, ``bool``, ``tolist``); such a graph is evidence, not a
             program for other inputs.
         constants: small tensors of unknown origin that the graph reads by ``get_attr``.
+        attention: calls of Transformers' attention functions, in their order.
     """
 
     scenario: Scenario
@@ -80,6 +82,7 @@ class Recording:
     value_reads: int
     constants: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     unknown_tensors: int = 0
+    attention: tuple[AttentionCall, ...] = ()
 
     def call_counts(self) -> Counter[str]:
         """Number of calls of each module."""

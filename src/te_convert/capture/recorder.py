@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
+from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import DirectUse, ModuleCall, Recording
 from te_convert.capture.preserve import copy_inputs
 from te_convert.capture.producers import ProducerMap
@@ -72,6 +73,7 @@ class Recorder(ProducerMap):
         self._unseen_calls: list[ModuleCall] = []
         self._uses: list[DirectUse] = []
         self._value_reads = 0
+        self._attention: list[AttentionCall] = []
 
     # ---- the run -------------------------------------------------------------------------------------------------
     def begin(self, scenario: Scenario) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,6 +103,7 @@ class Recorder(ProducerMap):
             value_reads=self._value_reads,
             constants=self._constants,
             unknown_tensors=self._unknown,
+            attention=tuple(self._attention),
         )
 
     def function_call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -208,6 +211,11 @@ class Recorder(ProducerMap):
         self._bind(output, node)
         self._bind_mutated([tensor for tensor, version in before if _version(tensor) != version], output, node)
         return output
+
+    def attention_call(self, module: nn.Module, call: Callable[[str], AttentionCall]) -> None:
+        """Note that a module handed its queries, keys and values to a Transformers attention function."""
+        if id(module) in self._names:
+            self._attention.append(call(self._names[id(module)]))
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
     def _function_node(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from te_convert.capture.attention import watched_attention
 from te_convert.capture.graph import Recording
 from te_convert.capture.recorder import Recorder
 from te_convert.capture.scenario import Scenario
@@ -114,6 +115,6 @@ class ConcreteTracer(fx.Tracer):
         """
         recorder = Recorder(model, self._leaf, fake)
         args, kwargs = recorder.begin(scenario)
-        with torch.no_grad(), _patched(recorder), _RecordMode(recorder):
+        with torch.no_grad(), _patched(recorder), watched_attention(_current), _RecordMode(recorder):
             output = model(*args, **kwargs) if fake is None else torch.func.functional_call(model, fake, args, kwargs)
         return recorder.finish(scenario, output)

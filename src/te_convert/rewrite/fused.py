@@ -235,6 +235,8 @@ def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tenso
             return record.run(x)
         waiting = _columns(record, record.run(x))
         pending.stash[id(record)] = waiting
+    elif not pending.may_fuse():
+        return None
     y = waiting.pop(id(reader), None)
     if not waiting:
         del pending.stash[id(record)]  # a replay with the same lazy tensor (checkpoint) starts afresh

@@ -90,12 +90,17 @@ class Pending:
                 "convert with fuse=False, or exclude the norm"
             )
 
+    def may_fuse(self) -> bool:
+        """Whether a reader may take a fused module's output here; False when it has to take the norm's value."""
+        if self._mode != current_mode(self.x.device.type):
+            return False
+        value = self._value  # when somebody holds it, they may have changed it in place
+        return value is None or (self._versions is not None and value._version == self._value_version)
+
     def raw(self) -> Tensor | None:
         """The norm's input, when a fused module may use it here; None when it has to take the norm's value."""
-        if self._mode != current_mode(self.x.device.type):
+        if not self.may_fuse():
             return None
-        if self._value is not None and (self._versions is None or self._value._version != self._value_version):
-            return None  # somebody holds the value, and may have changed it in place
         self._check_unchanged()
         return self.x
 

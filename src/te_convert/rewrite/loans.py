@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from te_convert.rewrite.lazy import unwrap
-from te_convert.weights.ops import Move, WeightOp
+from te_convert.weights.ops import Move, Take
 
 if TYPE_CHECKING:
     from te_convert.rewrite.fused import FusedRecord
@@ -42,21 +42,44 @@ def in_original_layout() -> bool:
 
 
 class Loan:
-    """Where one borrowed parameter lives: a part of a parameter of a fused module."""
+    """Where one borrowed parameter lives: a part of a parameter of a fused module, or a stack of several.
 
-    def __init__(self, record: FusedRecord, op: WeightOp, index: int) -> None:
-        self.record, self.op, self.index = record, op, index
+    Attributes:
+        pieces: (operation, the source's place in it, module that holds its destination, parameter name there).
+    """
+
+    def __init__(self, record: FusedRecord, source: str) -> None:
+        self.record, self.source = record, source
+        self.pieces = [
+            (op, op.sources.index(source), *holder_of(record.module, op.dest)) for op in record.decision.weights.using(source)
+        ]
 
     def read(self) -> torch.Tensor:
-        """The parameter, or a view of its part in the fused one."""
+        """The parameter, or a view of its part in the fused one (a new tensor where no view can show it)."""
         own = self.record.own
         if own is not None:
-            original = own.get(self.op.sources[self.index])
+            original = own.get(self.source)
             if original is not None:
                 return original
-        tensor = self.record.module._parameters[self.op.dest]
-        assert tensor is not None
-        return tensor if isinstance(self.op, Move) else self.op.part(tensor, self.index)
+        parts = [op.part(_held(module, name), index) for op, index, module, name in self.pieces]
+        return parts[0] if len(parts) == 1 and not isinstance(self.pieces[0][0], Take) else torch.stack(parts)
+
+    def parameter(self) -> nn.Parameter | None:
+        """The fused module's Parameter itself where it is the whole of this one, else None."""
+        op, _, module, name = self.pieces[0]
+        return module._parameters[name] if isinstance(op, Move) else None
+
+
+def holder_of(module: nn.Module, dest: str) -> tuple[nn.Module, str]:
+    """The module inside a TE module that holds a parameter, and the parameter's name there."""
+    path, _, name = dest.rpartition(".")
+    return module.get_submodule(path), name
+
+
+def _held(module: nn.Module, name: str) -> torch.Tensor:
+    tensor = module._parameters[name]
+    assert tensor is not None
+    return tensor
 
 
 class Borrower(nn.Module):
@@ -94,9 +117,7 @@ class Borrower(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if in_original_layout():
-            for name, loan in self.__dict__[LOANS].items():
-                tensor = loan.read()
-                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+            save_loans(self, destination, prefix, keep_vars)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -146,6 +167,13 @@ def give_back(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     module.__class__ = borrower._te_base
     del module.__dict__[LOANS]
     module._parameters = {**parameters, **module._parameters}
+
+
+def save_loans(module: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+    """Write what a module borrows into a state dict under the original names."""
+    for name, loan in module.__dict__.get(LOANS, {}).items():
+        tensor = loan.read()
+        destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
 
 def is_borrower(module: nn.Module) -> bool:

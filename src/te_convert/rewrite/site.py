@@ -18,10 +18,10 @@ from te_convert.replacements.build import module_class
 from te_convert.replacements.specs import DotProductAttentionSpec, LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, Spec
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.lazy import LazyNorm, unwrap
-from te_convert.rewrite.loans import in_original_layout
+from te_convert.rewrite.loans import in_original_layout, save_loans
+from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
-EXTRA_STATE = "_extra_state"
 LAYOUT_KEY = "te_convert_layout"
 
 
@@ -83,12 +83,13 @@ class TEState(nn.Module):
         return te.autocast(enabled=False) if hasattr(te, "autocast") else te.fp8_autocast(enabled=False)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if in_original_layout() and fused_record(self) is not None:
-            return  # its members write the parameters
+        fused = fused_record(self)
+        if in_original_layout() and fused is not None:  # its members write the parameters; an owner is no child of its own
+            for owner in fused.role("owner"):
+                save_loans(owner, destination, prefix, keep_vars)
+            return
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        extra = destination.get(prefix + EXTRA_STATE)
-        if isinstance(extra, torch.Tensor) and extra.numel() == 0:
-            del destination[prefix + EXTRA_STATE]
+        drop_empty_extra_state(destination, prefix)
         for op in _weights(self).ops:
             if isinstance(op, Fill):
                 destination.pop(prefix + op.dest, None)

@@ -14,7 +14,8 @@ from te_convert.facts.sharing import module_names
 from te_convert.rewrite.apply import restore_site
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import original_layout
-from te_convert.rewrite.site import EXTRA_STATE, LAYOUT_KEY, get_record, is_converted
+from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
+from te_convert.rewrite.state_keys import EXTRA_STATE
 from te_convert.weights.ops import Fill, Transpose, WeightMap
 
 

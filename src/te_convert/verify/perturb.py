@@ -13,8 +13,9 @@ from torch import nn
 from te_convert.match.groups import inside
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.fused import fused_record
+from te_convert.rewrite.loans import holder_of
 from te_convert.rewrite.site import is_converted
-from te_convert.weights.ops import Fill, WeightOp
+from te_convert.weights.ops import Fill, Take, WeightOp
 
 AMOUNT = 0.15
 """Standard deviation of what is added; large against rounding, small enough that models stay finite."""
@@ -33,6 +34,11 @@ class OriginalParameters:
     names: tuple[str, ...]
     op: WeightOp | None = None
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether the original tensors have one dimension (an entry of a stack has one less than the stack)."""
+        return self.parameter.dim() + isinstance(self.op, Take) == 1
+
     def parts(self) -> list[torch.Tensor]:
         """The original tensors, without gradients."""
         whole = self.parameter.detach()
@@ -49,20 +55,29 @@ def original_parameters(model: nn.Module) -> Iterator[OriginalParameters]:
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # its parameters live behind another interface, and it is never converted
             continue
-        ops = _operations(module)
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen or (ops is not None and name not in ops):
-                continue
+        found = _of_converted(prefix, module, seen) if is_converted(module) else _of_plain(prefix, module)
+        for parameters in found:
+            if id(parameters.parameter) not in seen:
+                seen.add(id(parameters.parameter))
+                yield parameters
+
+
+def _of_plain(prefix: str, module: nn.Module) -> Iterator[OriginalParameters]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield OriginalParameters(parameter, (f"{prefix}.{name}" if prefix else name,))
+
+
+def _of_converted(prefix: str, module: nn.Module, seen: set[int]) -> Iterator[OriginalParameters]:
+    """By the weight map; what it does not make of the original's (filled constants) is marked as seen."""
+    weights, outer = module.__dict__[SITE_ATTRIBUTE].decision.weights, _outer(prefix, module)
+    for op in weights.ops if weights is not None else ():
+        holder, name = holder_of(module, op.dest)
+        parameter = holder._parameters[name]
+        if parameter is None or isinstance(op, Fill):
             seen.add(id(parameter))
-            op, outer = (None, prefix) if ops is None else (ops[name], _outer(prefix, module))
-            sources = (name,) if op is None else op.sources
-            yield OriginalParameters(parameter, tuple(f"{outer}.{source}" if outer else source for source in sources), op)
-
-
-def _operations(module: nn.Module) -> dict[str, WeightOp] | None:
-    """Parameter name → operation of a converted module, without fills; None for any other module."""
-    weights = module.__dict__[SITE_ATTRIBUTE].decision.weights if is_converted(module) else None
-    return None if weights is None else {op.dest: op for op in weights.ops if not isinstance(op, Fill)}
+            continue
+        yield OriginalParameters(parameter, tuple(f"{outer}.{source}" if outer else source for source in op.sources), op)
 
 
 def _outer(prefix: str, module: nn.Module) -> str:
@@ -84,7 +99,7 @@ def perturbed(model: nn.Module, enabled: bool = True) -> Iterator[None]:
         with torch.no_grad():
             for found in original_parameters(model) if enabled else ():
                 parameter = found.parameter
-                if parameter.dim() == 1 and parameter.is_floating_point() and parameter.numel() > 0:
+                if found.is_vector and parameter.is_floating_point() and parameter.numel() > 0:
                     saved.append((parameter, parameter.detach().clone()))
                     found.put([_moved(part, name) for part, name in zip(found.parts(), found.names, strict=True)])
         yield

@@ -7,7 +7,7 @@ object), ``Transpose``, ``Concat`` and ``SwapHalves`` change the layout, ``Fill`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -154,6 +154,36 @@ class SwapHalves(Op):
 
 
 @dataclass(frozen=True)
+class Take(Op):
+    """One entry of a stacked tensor: expert ``index`` of [experts, ...].  ``count`` of them together are the source."""
+
+    op: ClassVar[str] = "take"
+    source: str
+    dest: str
+    index: int
+    count: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The stacked tensor."""
+        return (self.source,)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The entry, a view.
+
+        Raises:
+            ValueError: the stack has another length than planned.
+        """
+        if tensors[0].shape[0] != self.count:
+            raise ValueError(f"{self.source} has {tensors[0].shape[0]} entries, planned were {self.count}")
+        return tensors[0][self.index]
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The entry itself; :meth:`WeightMap.restore` stacks all of them."""
+        return tensor
+
+
+@dataclass(frozen=True)
 class Fill(Op):
     """A frozen constant of the given length that TE needs and the original lacks (a norm's missing bias)."""
 
@@ -168,26 +198,26 @@ class Fill(Op):
         return ()
 
 
-WeightOp = Move | Transpose | Concat | SwapHalves | Fill
-_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Concat, SwapHalves, Fill)}
+WeightOp = Move | Transpose | Concat | SwapHalves | Take | Fill
+_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Concat, SwapHalves, Take, Fill)}
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """An ordered weight program; each source is used once and each destination is set once."""
+    """An ordered weight program; each source is used once (a stacked one once per entry) and each destination is set once."""
 
     ops: tuple[WeightOp, ...]
 
     def __post_init__(self) -> None:
         dests = [op.dest for op in self.ops]
-        sources = self.sources
+        sources = [(source, getattr(op, "index", 0)) for op in self.ops for source in op.sources]
         if len(set(dests)) != len(dests) or len(set(sources)) != len(sources):
             raise ValueError(f"a weight map uses a tensor twice: {self.ops}")
 
     @property
     def sources(self) -> tuple[str, ...]:
         """Parameter names of the original module, in order."""
-        return tuple(source for op in self.ops for source in op.sources)
+        return tuple(dict.fromkeys(source for op in self.ops for source in op.sources))
 
     @property
     def keeps_layout(self) -> bool:
@@ -211,22 +241,23 @@ class WeightMap:
 
     def to_original(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """TE layout → original layout, the exact inverse of :meth:`to_te` (filled constants are dropped)."""
-        out: dict[str, torch.Tensor] = {}
-        for op in self.ops:
-            for source, part in zip(op.sources, op.inverse(tensors[op.dest]) if op.sources else (), strict=True):
-                out[source] = part.contiguous()
-        return out
+        return {source: self.restore(source, tensors.__getitem__).contiguous() for source in self.sources}
 
-    def find(self, source: str) -> tuple[WeightOp, int]:
-        """The operation that takes a source tensor, and the tensor's place in it.
+    def restore(self, source: str, get: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """One source tensor from the destination tensors that ``get`` gives by name: a view where it can be one.
 
         Raises:
-            KeyError: no operation takes it.
+            KeyError: no operation takes the source.
         """
-        for op in self.ops:
-            if source in op.sources:
-                return op, op.sources.index(source)
-        raise KeyError(source)
+        ops = self.using(source)
+        if not ops:
+            raise KeyError(source)
+        parts = [op.part(get(op.dest), op.sources.index(source)) for op in ops]
+        return torch.stack(parts) if isinstance(ops[0], Take) else parts[0]
+
+    def using(self, source: str) -> tuple[WeightOp, ...]:
+        """The operations that take a source tensor: one, or all entries of a stacked one."""
+        return tuple(op for op in self.ops if source in op.sources)
 
 
 def weight_map_to_dict(weights: WeightMap) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from te_convert.errors import ConversionError, TeConvertError
 from te_convert.rewrite import apply as rewrite_apply
 from te_convert.rewrite.site import is_converted
 from te_convert.verify import gate
-from tests.rewrite.rewrite_samples import TiedLM, floats, gpt2, ids, perturb, snapshot
+from tests.rewrite.rewrite_samples import FUSE, Attends, TiedLM, contents, floats, gpt2, ids, perturb, plan_of, snapshot
 
 X = floats(4, 8)
 
@@ -27,6 +27,12 @@ def mlp() -> nn.Sequential:
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
     perturb(model)
     return model
+
+
+def logits(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    output = model(tokens)
+    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output.logits
+    return found
 
 
 def random_states() -> tuple[Any, ...]:
@@ -42,49 +48,59 @@ def fails_in(stage: str, error: type[BaseException]) -> Callable[[str, int, int]
     return progress
 
 
+MODELS = pytest.mark.parametrize("make", [TiedLM, gpt2, Attends], ids=["tied", "gpt2", "attends"])
+
+
 # ---- the caller's model ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("make", [TiedLM, gpt2], ids=["tied", "gpt2"])
-def test_the_callers_model_and_random_states_stay_bit_for_bit(make: Callable[[], nn.Module]) -> None:
+@FUSE
+@MODELS
+def test_the_callers_model_and_random_states_stay_bit_for_bit(make: Callable[[], nn.Module], fuse: bool) -> None:
     model = make()
-    output = model(ids())
-    (output if isinstance(output, torch.Tensor) else output.logits).sum().backward()
+    logits(model, ids()).sum().backward()
     model.register_forward_hook(lambda *_: None)
     before, states = snapshot(model), random_states()
-    result = te_convert.convert(model, (ids(),))
+    result = te_convert.convert(model, (ids(),), fuse=fuse)
     assert result.converted
+    assert bool(result.plan.fusions) == fuse
     assert result.model is not model
     assert snapshot(model) == before
     assert random_states() == states
     assert not {id(p) for p in model.parameters()} & {id(p) for p in result.model.parameters()}
 
 
+@FUSE
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("stage", ["capture", "rewrite", "verify"])
-@pytest.mark.parametrize("make", [TiedLM, gpt2], ids=["tied", "gpt2"])
-def test_an_interrupt_in_any_stage_leaves_the_model_as_it_was(make: Callable[[], nn.Module], stage: str, inplace: bool) -> None:
-    model = make()
-    before, states = snapshot(model), random_states()
+@MODELS
+def test_an_interrupt_in_any_stage_leaves_the_model_as_it_was(
+    make: Callable[[], nn.Module], stage: str, inplace: bool, fuse: bool
+) -> None:
+    model, look = make(), contents if fuse and inplace else snapshot
+    before, states = look(model), random_states()
     result = None
     try:
-        result = te_convert.convert(model, (ids(),), inplace=inplace, progress=fails_in(stage, KeyboardInterrupt))
+        result = te_convert.convert(model, (ids(),), inplace=inplace, fuse=fuse, progress=fails_in(stage, KeyboardInterrupt))
     except KeyboardInterrupt:
-        assert snapshot(model) == before
+        assert look(model) == before
         assert random_states() == states
     assert result is None, "the progress callback was not reached"
 
 
+@FUSE
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("place", ["_isolate", "_compare_all"])
-def test_a_crash_in_verification_leaves_the_model_as_it_was(place: str, inplace: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_in_verification_leaves_the_model_as_it_was(
+    place: str, inplace: bool, fuse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def crash(*_: object) -> None:
         raise MemoryError("planted")
 
     monkeypatch.setattr(gate, place, crash)
-    model = gpt2()
-    before = snapshot(model)
+    model, look = gpt2(), contents if fuse and inplace else snapshot
+    before = look(model)
     with pytest.raises(MemoryError):
-        te_convert.convert(model, (ids(),), inplace=inplace)
-    assert snapshot(model) == before
+        te_convert.convert(model, (ids(),), inplace=inplace, fuse=fuse)
+    assert look(model) == before
 
 
 def test_a_rewrite_that_fails_refuses_everything_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +110,7 @@ def test_a_rewrite_that_fails_refuses_everything_and_says_why(monkeypatch: pytes
     monkeypatch.setattr(rewrite_apply, "_convert", crash)
     model = mlp()
     before = snapshot(model)
-    result = te_convert.convert(model, (X,), inplace=True)
+    result = te_convert.convert(model, (X,), inplace=True, fuse=False)
     assert (result.model, result.converted) == (model, False)
     assert snapshot(model) == before
     assert {reason.code for site in result.report.sites for reason in site.reasons} == {"internal.error"}
@@ -103,10 +119,24 @@ def test_a_rewrite_that_fails_refuses_everything_and_says_why(monkeypatch: pytes
 def test_inplace_returns_the_same_object_with_the_same_parameters() -> None:
     model = mlp()
     parameters = [id(p) for p in model.parameters()]
-    result = te_convert.convert(model, (X,), inplace=True)
+    result = te_convert.convert(model, (X,), inplace=True, fuse=False)
     assert result.model is model
     assert [id(p) for p in model.parameters()] == parameters
     assert is_converted(model[1])
+
+
+def test_inplace_returns_the_same_object_with_the_same_parameters_in_the_fusion() -> None:
+    model = mlp()
+    kinds, norm, linear, last = [type(m) for m in model], *(list(model[index].parameters()) for index in (0, 1, 4))
+    result = te_convert.convert(model, (X,), inplace=True)
+    assert result.model is model
+    assert list(map(id, model.parameters())) == list(map(id, [*norm, *linear, *last]))
+    fused: Any = model.get_submodule("1.layernorm_1")
+    assert [id(getattr(fused, name)) for name in ("layer_norm_weight", "layer_norm_bias", "weight", "bias")] == [
+        id(p) for p in (*norm, *linear)
+    ]
+    assert [isinstance(m, kind) for m, kind in zip(model, kinds, strict=True)] == [True, True, True, True, False]
+    assert [is_converted(m) for m in model] == [False, False, False, False, True]
 
 
 def test_strict_reverts_what_it_does_not_return() -> None:
@@ -136,39 +166,73 @@ def test_strict_names_a_site_that_fails_parity(monkeypatch: pytest.MonkeyPatch) 
     model = mlp()
     before = snapshot(model)
     with pytest.raises(ConversionError, match="4"):
-        te_convert.convert(model, (X,), inplace=True, strict=True, backend="reference")
+        te_convert.convert(model, (X,), inplace=True, strict=True, backend="reference", fuse=False)
     assert snapshot(model) == before
-    result = te_convert.convert(model, (X,), backend="reference")
+    result = te_convert.convert(model, (X,), backend="reference", fuse=False)
     assert [site.fqn for site in result.report.parity.reverted] == ["4"]
     assert any("4 was put back" in line for line in result.report.warnings)
     assert result.plan.get("4").reasons[-1].code == "parity.failed"
 
 
-def test_strict_passes_what_is_verified() -> None:
-    assert te_convert.convert(mlp(), (X,), strict=True).report.parity.passed
+def test_strict_names_a_fusion_that_fails_parity(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_convert import reference
+
+    forward = reference.LayerNormLinear.forward
+    monkeypatch.setattr(reference.LayerNormLinear, "forward", lambda self, x: forward(self, x) * 2)
+    model = mlp()
+    before = contents(model)
+    with pytest.raises(ConversionError, match=r"1\.layernorm_1"):
+        te_convert.convert(model, (X,), inplace=True, strict=True, backend="reference")
+    assert contents(model) == before
+    result = te_convert.convert(model, (X,), backend="reference")
+    assert [site.fqn for site in result.report.parity.reverted] == ["1.layernorm_1"]
+    assert any("1.layernorm_1 was put back" in line for line in result.report.warnings)
+    assert [result.plan.get(name).reasons[-1].code for name in "01"] == ["parity.failed"] * 2
+    assert [site.fqn for site in result.report.sites if str(site.outcome) == "REFUSED"] == ["0", "1"]
+    assert [is_converted(m) for m in result.model.children()] == [False, False, False, False, True]
+    assert not result.plan.fusions
+
+
+@FUSE
+def test_strict_passes_what_is_verified(fuse: bool) -> None:
+    assert te_convert.convert(mlp(), (X,), strict=True, fuse=fuse).report.parity.passed
     with pytest.raises(ConversionError, match="nothing was converted"):
         te_convert.convert(nn.Sequential(nn.ReLU()), (X,), strict=True)
 
 
-def test_converting_twice_changes_nothing() -> None:
-    once = te_convert.convert(mlp(), (X,)).model
+@FUSE
+def test_converting_twice_changes_nothing(fuse: bool) -> None:
+    once = te_convert.convert(mlp(), (X,), fuse=fuse).model
     before = snapshot(once)
-    again = te_convert.convert(once, (X,), inplace=True)
+    again = te_convert.convert(once, (X,), inplace=True, fuse=fuse)
     assert again.report.parity.passed
     assert {k: v for k, v in snapshot(once).items() if not k.endswith(":dict")} == {
         k: v for k, v in before.items() if not k.endswith(":dict")
     }
-    copied = te_convert.convert(once, (X,)).model
+    copied = te_convert.convert(once, (X,), fuse=fuse).model
     assert torch.equal(copied(X) if not copied.training else copied.eval()(X), once.eval()(X))
     assert list(copied.state_dict()) == list(once.state_dict())
 
 
 def test_a_partly_converted_model_is_completed() -> None:
-    part = te_convert.convert(mlp(), (X,), include="1").model
-    whole = te_convert.convert(part, (X,))
+    part = te_convert.convert(mlp(), (X,), include="1", fuse=False).model
+    whole = te_convert.convert(part, (X,), fuse=False)
     assert [is_converted(m) for m in part] == [False, True, False, False, False]  # type: ignore[attr-defined]
     assert [is_converted(m) for m in whole.model] == [True, True, False, False, True]  # type: ignore[attr-defined]
     assert whole.report.parity.passed
+
+
+@pytest.mark.parametrize(("first", "second"), [("4", ()), (["0", "1"], ()), (["0", "1"], "4")])
+def test_a_partly_converted_model_is_completed_with_fusions(first: Any, second: Any) -> None:
+    original = mlp()
+    part = te_convert.convert(original, (X,), include=first).model
+    whole = te_convert.convert(part, (X,), include=second)
+    assert [name for name, m in whole.model.named_modules() if is_converted(m)] == ["1.layernorm_1", "4"]
+    assert whole.report.parity.passed
+    back = te_convert.revert(whole.model)
+    assert {name: type(m) for name, m in back.named_modules()} == {name: type(m) for name, m in original.named_modules()}
+    assert list(back.state_dict()) == list(original.state_dict())
+    assert all(torch.equal(value, original.state_dict()[key]) for key, value in back.state_dict().items())
 
 
 # ---- models of every kind --------------------------------------------------------------------------------------------
@@ -210,7 +274,9 @@ def test_weights_on_meta_are_an_input_error_and_can_be_analyzed() -> None:
         te_convert.convert(model, (X,))
     assert "analyze" in caught.value.hint
     plan = te_convert.analyze(model, (X,))
-    assert [decision.replacement for decision in plan if decision.fqn] == ["te.LayerNorm", "te.Linear"]
+    assert [decision.replacement for decision in plan if decision.fqn] == ["te.LayerNormLinear", "te.LayerNormLinear"]
+    leaf = plan_of(model, (X,), fuse=False)
+    assert [decision.replacement for decision in leaf if decision.fqn] == ["te.LayerNorm", "te.Linear"]
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -218,16 +284,16 @@ def test_a_model_that_cannot_be_copied_comes_back_and_converts_in_place() -> Non
     model = mlp()
     model.lock = threading.Lock()  # type: ignore[assignment]
     before = snapshot(model)
-    result = te_convert.convert(model, (X,))
+    result = te_convert.convert(model, (X,), fuse=False)
     assert result.model is model
     assert not result.converted
     assert any("model.not-copyable" in line for line in result.report.warnings)
     assert snapshot(model) == before
-    assert te_convert.convert(model, (X,), inplace=True).report.parity.passed
+    assert te_convert.convert(model, (X,), inplace=True, fuse=False).report.parity.passed
     broken = mlp()
     broken.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(ConversionError, match="nothing was converted"):
-        te_convert.convert(broken, (X,), strict=True)
+        te_convert.convert(broken, (X,), strict=True, fuse=False)
 
 
 @pytest.mark.parametrize("value", ["model", None, nn.Linear, {"a": 1}])
@@ -255,28 +321,32 @@ def test_conversion_works_outside_the_main_thread() -> None:
     assert in_threads(1, lambda _: te_convert.convert(mlp(), (X,)).report.parity.passed) == [True]
 
 
-def test_eight_threads_run_a_converted_model() -> None:
-    model = te_convert.convert(TiedLM().eval(), (ids(),)).model
+@FUSE
+@MODELS
+def test_eight_threads_run_a_converted_model(make: Callable[[], nn.Module], fuse: bool) -> None:
+    model = te_convert.convert(make().eval(), (ids(),), fuse=fuse).model
     inputs = [ids().roll(index, 1) for index in range(8)]
     with torch.no_grad():
-        expected = [model(tokens) for tokens in inputs]
+        expected = [logits(model, tokens) for tokens in inputs]
 
         def work(index: int) -> bool:
             with torch.no_grad():
-                return all(torch.equal(model(inputs[index]), expected[index]) for _ in range(20))
+                return all(torch.equal(logits(model, inputs[index]), expected[index]) for _ in range(20))
 
     assert in_threads(8, work) == [True] * 8
 
 
-def test_training_goes_the_same_way() -> None:
-    original = perturb(TiedLM())
-    model = te_convert.convert(copy.deepcopy(original), (ids(),)).model
+@FUSE
+@MODELS
+def test_training_goes_the_same_way(make: Callable[[], nn.Module], fuse: bool) -> None:
+    original = perturb(make())
+    model = te_convert.convert(copy.deepcopy(original), (ids(),), fuse=fuse).model
     losses: list[list[float]] = []
     for module in (original, model):
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
         losses.append([])
         for _ in range(5):
-            loss = module(ids()).pow(2).mean()
+            loss = logits(module, ids()).pow(2).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -12,7 +12,7 @@ from torch import nn
 import te_convert
 from te_convert.errors import InputError
 from te_convert.rewrite.site import is_converted
-from tests.rewrite.rewrite_samples import floats, perturb
+from tests.rewrite.rewrite_samples import FUSE, floats, perturb
 
 X = floats(4, 32)
 
@@ -120,10 +120,13 @@ def test_include_and_exclude_are_globs() -> None:
         assert result.report.parity.passed or not result.converted
         return [name for name, m in result.model.named_modules() if is_converted(m)]
 
-    assert chosen() == ["norm", "up", "down"]
-    assert chosen(include="*o*") == ["norm", "down"]
-    assert chosen(exclude=["up", "no*"]) == ["down"]
-    assert chosen(include=["up", "down"], exclude="down") == ["up"]
+    for fuse in (False, True):
+        assert chosen(fuse=fuse) == (["down", "layernorm_up"] if fuse else ["norm", "up", "down"])
+        assert chosen(fuse=fuse, include="*o*") == ["norm", "down"]
+        assert chosen(fuse=fuse, exclude=["up", "no*"]) == ["down"]
+        assert chosen(fuse=fuse, exclude=["norm"]) == ["up", "down"]
+        assert chosen(fuse=fuse, include=["up", "down"], exclude="down") == ["up"]
+    assert chosen(include=["norm", "up"]) == ["layernorm_up"]
     assert outcomes(te_convert.convert(net(), (X,), exclude="up").report)["up"] == "EXCLUDED"
 
 
@@ -149,8 +152,9 @@ def test_verify_false_is_said() -> None:
     assert "verify=False" in str(result.report)
 
 
-def test_a_recipe_is_recorded_with_its_advice() -> None:
-    result = te_convert.convert(net(), (X,), recipe="mxfp8")
+@FUSE
+def test_a_recipe_is_recorded_with_its_advice(fuse: bool) -> None:
+    result = te_convert.convert(net(), (X,), recipe="mxfp8", fuse=fuse)
     assert result.plan.recipe == result.report.recipe == "mxfp8"
     assert result.report.parity.passed
     by_name = {site.fqn: {reason.code for reason in site.reasons} for site in result.report.sites}
@@ -158,6 +162,7 @@ def test_a_recipe_is_recorded_with_its_advice() -> None:
     assert "alignment.features" not in by_name["up"]
     assert {"alignment.rows"} <= by_name["up"]
     assert (result.plan.get("down").precision, result.plan.get("up").precision) == ("high", "recipe")
+    assert [fusion.precision for fusion in result.plan.fusions] == ["recipe"] * fuse
     assert any("mxfp8" in line for line in result.report.not_verified)
 
 
@@ -171,9 +176,14 @@ def test_autocast_is_a_null_context_on_twins() -> None:
         pass
 
 
-def test_progress_reports_every_stage_to_its_end() -> None:
+@FUSE
+def test_progress_reports_every_stage_to_its_end(fuse: bool) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
-    te_convert.convert(net(), (X,), progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total)))
+
+    def progress(stage: str, done: int, total: int) -> None:
+        seen.setdefault(stage, []).append((done, total))
+
+    te_convert.convert(net(), (X,), fuse=fuse, progress=progress)
     assert list(seen) == ["capture", "plan", "rewrite", "verify"]
     for steps in seen.values():
         assert [done for done, _ in steps] == list(range(1, len(steps) + 1))
@@ -181,14 +191,17 @@ def test_progress_reports_every_stage_to_its_end() -> None:
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------
-def test_a_result_unpacks_and_its_report_is_json() -> None:
-    result = te_convert.convert(net(), (X,))
+@FUSE
+def test_a_result_unpacks_and_its_report_is_json(fuse: bool) -> None:
+    result = te_convert.convert(net(), (X,), fuse=fuse)
     model, report = result
     assert model is result.model
     assert report is result.report
     data = json.loads(report.to_json())
     assert data["parity"]["status"] == "passed"
     assert [site["fqn"] for site in data["sites"]] == ["norm", "up", "down"]
+    one = "FUSED" if fuse else "CONVERTED"
+    assert [site["outcome"] for site in data["sites"]] == [one, one, "CONVERTED"]
     assert all(count > 0 for count in report.parity.executed.values())
     assert report.backend == "reference"
     assert report.backend_reason
@@ -207,23 +220,26 @@ def test_analyze_agrees_with_convert_and_leaves_the_model_alone() -> None:
 
 
 # ---- verify() --------------------------------------------------------------------------------------------------------
-def test_verify_passes_the_right_pair_and_leaves_both_alone() -> None:
+@FUSE
+def test_verify_passes_the_right_pair_and_leaves_both_alone(fuse: bool) -> None:
     original = net()
-    converted = te_convert.convert(original, (X,)).model
+    converted: Any = te_convert.convert(original, (X,), fuse=fuse).model
     states = [{k: v.clone() for k, v in m.state_dict().items()} for m in (original, converted)]
     parity = te_convert.verify(original, converted, (X,))
     assert parity.passed
-    assert len(parity.sites) == 3
+    assert [site.fqn for site in parity.sites] == (["down", "layernorm_up"] if fuse else ["norm", "up", "down"])
     for module, state in zip((original, converted), states, strict=True):
         assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
-    assert is_converted(converted.up)  # type: ignore[arg-type]
+    assert is_converted(converted.layernorm_up if fuse else converted.up)
 
 
+@FUSE
 @pytest.mark.parametrize("name", ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_verify_fails_a_pair_that_differs_in_one_element(name: str, dtype: torch.dtype) -> None:
+def test_verify_fails_a_pair_that_differs_in_one_element(name: str, dtype: torch.dtype, fuse: bool) -> None:
+    torch.manual_seed(0)  # where ReLU is zero on every row, a changed weight changes nothing
     original = net().to(dtype)
-    converted = te_convert.convert(original, (X.to(dtype),)).model
+    converted = te_convert.convert(original, (X.to(dtype),), fuse=fuse).model
     with torch.no_grad():
         parameter = converted.get_parameter(name)
         parameter.flatten()[3] += 0.1

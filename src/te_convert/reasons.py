@@ -65,6 +65,18 @@ class ReasonCode(str, Enum):
     MLP_FLAGS = "mlp.flags"
     MLP_SHAPE = "mlp.shape"
     MLP_DROPOUT = "mlp.dropout"
+    MOE_FORM = "moe.form"
+    BLOCK_FORM = "block.form"
+    BLOCK_DROPOUT = "block.dropout"
+    ATTENTION_FORM = "attention.form"
+    ATTENTION_MIXED = "attention.mixed-use"
+    ATTENTION_IMPLEMENTATION = "attention.implementation"
+    ATTENTION_NOT_SWITCHABLE = "attention.not-switchable"
+    ATTENTION_NO_SDPA = "attention.no-sdpa"
+    ATTENTION_NAME_COMPARED = "attention.name-compared"
+    ATTENTION_EXTRA_INPUTS = "attention.extra-inputs"
+    ATTENTION_CALLS_DIFFER = "attention.calls-differ"
+    ATTENTION_NOT_RECOGNISED = "attention.not-recognised"
 
 
 @dataclass(frozen=True)
@@ -242,6 +254,60 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ReasonCode.MLP_SHAPE: ReasonInfo(_A, "The MLP changes the width, so it is converted in parts.", "nothing to do"),
     ReasonCode.MLP_DROPOUT: ReasonInfo(
         _A, "A dropout inside the MLP cannot be watched, so it is converted in parts.", "use nn.Dropout instead of the function"
+    ),
+    ReasonCode.ATTENTION_IMPLEMENTATION: ReasonInfo(
+        _R,
+        "The model runs another attention implementation than SDPA or eager.",
+        'load the model with attn_implementation="sdpa"',
+    ),
+    ReasonCode.ATTENTION_NOT_SWITCHABLE: ReasonInfo(
+        _R,
+        "The model does not let its attention implementation be exchanged.",
+        "nothing to do: the model fixes its attention itself",
+    ),
+    ReasonCode.ATTENTION_NO_SDPA: ReasonInfo(
+        _R,
+        "The model says that SDPA is not right for it, so neither is what stands in for SDPA.",
+        'load the model with attn_implementation="eager"',
+    ),
+    ReasonCode.ATTENTION_NAME_COMPARED: ReasonInfo(
+        _R,
+        "The model's code looks at the name of its attention implementation and would take another way under another name.",
+        "load the model with the other implementation (sdpa or eager) where it has both",
+    ),
+    ReasonCode.ATTENTION_EXTRA_INPUTS: ReasonInfo(
+        _R,
+        "The attention is given tensors (a position bias, sinks) that the replacement does not take.",
+        "nothing to do: the model's own attention runs",
+    ),
+    ReasonCode.ATTENTION_CALLS_DIFFER: ReasonInfo(
+        _R, "The recorded calls have no common number of heads, size, scale or dropout.", "nothing to do"
+    ),
+    ReasonCode.ATTENTION_NOT_RECOGNISED: ReasonInfo(
+        _R,
+        "A numeric probe shows that the model's attention function is not plain softmax attention.",
+        "nothing to do: TE has no equivalent",
+    ),
+    ReasonCode.BLOCK_FORM: ReasonInfo(
+        _A, "The layer is not of the form that te.TransformerLayer has, so it is converted in parts.", "nothing to do"
+    ),
+    ReasonCode.BLOCK_DROPOUT: ReasonInfo(
+        _A,
+        "The layer has dropout where te.TransformerLayer has none, so it is converted in parts.",
+        "set dropout to 0 to convert the layer as a whole",
+    ),
+    ReasonCode.ATTENTION_FORM: ReasonInfo(
+        _A, "The attention module has a form that te.MultiheadAttention lacks.", "nothing to do"
+    ),
+    ReasonCode.ATTENTION_MIXED: ReasonInfo(
+        _A,
+        "The recorded calls are not all self-attention, or not all attention to one other tensor.",
+        "use separate modules for the two",
+    ),
+    ReasonCode.MOE_FORM: ReasonInfo(
+        _A,
+        "Stacked weights that are not those of experts of a known form, so they stay as they are.",
+        "TE's grouped products need act(x @ W1) @ W2 per expert, called with tokens, indices and weights",
     ),
     ReasonCode.FUSION_FAILED: ReasonInfo(
         _A, "A fusion rule failed here; the sites are converted one by one.", "please report it with the detail"

@@ -48,11 +48,15 @@ def test_graph_and_plan(name: str) -> None:
     assert_replay_is_equal(model, recording)
     found = capture(model, [scenario, other_mode(scenario, training=True)], LeafPolicy())
     assert found.failures == ()
-    plan = make_plan(model, found, ConvertConfig())
+    plan = make_plan(model, found, ConvertConfig(fuse=False))
     assert Plan.from_dict(plan.to_dict()) == plan
     assert Counter(decision.replacement for decision in plan.converting) == EXPECTED[name]
     assert all(decision.calls >= 2 for decision in plan.converting)
     refused = {reason.code for decision in plan if decision.outcome is Outcome.REFUSED for reason in decision.reasons}
     assert refused <= {"module.weight-read-elsewhere", *({"norm.not-recognised"} if name == "convnext" else ())}
+    fused = make_plan(model, found, ConvertConfig())
+    assert Plan.from_dict(fused.to_dict()) == fused
+    assert {decision.fqn for decision in plan.converting} <= {decision.fqn for decision in fused.converting}
+    assert {decision.fused_into for decision in fused.converting} - {None} == {fusion.fqn for fusion in fused.fusions}
     assert all(value.equal(before[key][0]) for key, value in model.state_dict().items())
     assert not any(module.training for module in model.modules())

@@ -20,8 +20,11 @@ from te_convert.emit.write import write_directory
 from te_convert.errors import EnvironmentLacksError, InputError, LoadError
 from te_convert.plan.model import Plan
 from te_convert.rewrite.apply import apply_plan
+from te_convert.rewrite.fused import get_fused
 from te_convert.rewrite.site import is_converted
+from te_convert.rewrite.state import revert
 from tests.emit.emit_samples import PLAIN, convert_file, convert_opened, plan_for, report_for, write_source
+from tests.rewrite.rewrite_samples import FUSE, plan_of
 
 IDS = torch.arange(11).reshape(1, 11)
 
@@ -68,6 +71,26 @@ def test_round_trip(written: tuple[nn.Module, Path]) -> None:
     # A second load is another model.
     another: Any = load_directory(out)
     assert another.embed.weight is not loaded.embed.weight
+
+
+def test_round_trip_of_fusions(tmp_path: Path) -> None:
+    opened = open_source(str(write_source(tmp_path / "in")))
+    before = {key: value.clone() for key, value in opened.model.state_dict().items()}
+    plan = plan_of(opened.model, (IDS,))
+    assert [fusion.fqn for fusion in plan.fusions] == ["layernorm_fc"]
+    model = apply_plan(opened.model, plan, "reference").model
+    write_directory(model, plan, report_for(plan), opened.source, tmp_path / "out")
+    loaded: Any = load_directory(tmp_path / "out", backend="reference")
+    assert_same(loaded, model)
+    assert loaded.head.weight is loaded.embed.weight
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS), model(IDS))
+    assert get_fused(loaded.layernorm_fc).executed == 1
+    back = revert(loaded)
+    assert not any(map(is_converted, back.modules()))
+    assert list(back.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in back.state_dict().items())
 
 
 def test_round_trip_in_another_process(written: tuple[nn.Module, Path], tmp_path: Path) -> None:
@@ -177,13 +200,15 @@ def test_device(written: tuple[nn.Module, Path]) -> None:
             load_directory(out, backend="te")
 
 
-def test_transformers(tmp_path: Path) -> None:
+@FUSE
+def test_transformers(fuse: bool, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=20, n_positions=16, bos_token_id=0, eos_token_id=1)
     model = transformers.GPT2LMHeadModel(config).eval()
     model.generation_config.max_new_tokens = 3
     model.set_attn_implementation("eager")
-    source, plan = source_of(model), plan_for(model)
+    source, plan = source_of(model), plan_of(model, (IDS,)) if fuse else plan_for(model)
+    assert [fusion.fqn for fusion in plan.fusions] == ["transformer.h.0.attn.layernorm_qkv", "transformer.h.0.mlp"] * fuse
     converted: Any = apply_plan(model, plan, "reference").model
     write_directory(converted, plan, report_for(plan), source, tmp_path / "out")
     loaded: Any = load_directory(tmp_path / "out")
@@ -311,7 +336,7 @@ def sign(out: Path, name: str) -> None:
         ("source/net.py", "self.fc", "self.fd", "the plan does not fit the model: KeyError"),
         ("source/net.py", '"scale"', '"other"', "1 missing (other); 1 unexpected (scale)"),
         ("source/net.py", "self.head.weight = ", "1 / 0 #", "ZeroDivisionError"),
-        ("plan.json", '"schema": 1', '"schema": 7', "the plan has schema 7"),
+        ("plan.json", '"schema": 2', '"schema": 7', "the plan has schema 7"),
         ("plan.json", "te.Linear", "te.Nothing", "unknown replacement"),
         ("plan.json", "{", "[", "plan.json is not readable JSON"),
         ("model.safetensors", "embed", "embex", "unexpected (embex.weight)"),

@@ -84,7 +84,7 @@ def test_vit(tmp_path: Path) -> None:
     need("timm", "timm")
     printed = run("vit", tmp_path)
     check_converted(printed, sites=74)
-    assert "blocks.0.attn.qkv: CONVERTED, te.Linear" in printed
+    assert "blocks.0.attn.qkv: FUSED, te.LayerNormLinear," in printed
     rows = [re.search(rf"^  {name} +(.+)$", printed, re.MULTILINE) for name in ("original", "converted", "loaded")]
     answers = {row[1] for row in rows if row is not None}
     assert all(rows)

@@ -114,14 +114,14 @@ def damaged_decision(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (damaged(schema=2), "schema 2; this version reads 1"),
+        (damaged(schema=1), "schema 1; this version reads 2"),
         (damaged(schema=None), "schema None"),
         ({}, "schema None"),
         ([], "schema None"),
         ("text", "schema None"),
         (damaged(decisions=None), "damaged"),
         (damaged(decisions=[3]), "damaged"),
-        ({"schema": 1}, "damaged: KeyError"),
+        ({"schema": 2}, "damaged: KeyError"),
         (damaged_decision(outcome="MAYBE"), "damaged: ValueError"),
         (damaged_decision(reasons=[{"code": "x"}]), "damaged: TypeError"),
         (damaged_decision(spec={"module": "te.Nothing"}), "unknown replacement 'te.Nothing'"),

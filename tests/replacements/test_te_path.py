@@ -1,9 +1,13 @@
-"""The whole way with TE's modules, on a stand-in for the package: convert, train, save, load, revert, autocast."""
+"""The whole way with TE's modules, on a stand-in for the package: convert, train, save, load, revert, autocast.
+
+The stand-in has no fused modules: everything here is converted site by site.
+"""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from tests.replacements import fake_te
 from tests.rewrite.rewrite_samples import TiedLM, gpt2, ids, perturb
 
 X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+convert = partial(te_convert.convert, fuse=False)
 
 
 @pytest.fixture(params=["2.0", "2.20"])
@@ -34,7 +39,7 @@ def test_a_model_runs_on_te_with_its_own_parameters(dtype: torch.dtype) -> None:
     model = perturb(TiedLM()).to(dtype)
     before = {name: id(p) for name, p in model.named_parameters()}
     keys, expected, state = list(model.state_dict()), model(ids()), torch.get_rng_state()
-    result = te_convert.convert(model, (ids(),), backend="te", inplace=True)
+    result = convert(model, (ids(),), backend="te", inplace=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert result.report.parity.passed, result.report
     assert result.report.parity.backend == "te"
@@ -53,7 +58,7 @@ def test_a_model_runs_on_te_with_its_own_parameters(dtype: torch.dtype) -> None:
 def test_gradients_are_the_originals() -> None:
     model = perturb(TiedLM())
     twin = copy.deepcopy(model)
-    root = te_convert.convert(model, (ids(),), backend="te", inplace=True).model
+    root = convert(model, (ids(),), backend="te", inplace=True).model
     for module in (root, twin):
         module(ids()).pow(2).sum().backward()
     grads = dict(root.named_parameters())
@@ -67,8 +72,8 @@ def test_gradients_are_the_originals() -> None:
 @pytest.mark.usefixtures("te")
 def test_state_moves_between_te_twins_and_the_original() -> None:
     original = gpt2()
-    on_te = te_convert.convert(original, (ids(),), backend="te").model
-    on_twins = te_convert.convert(original, (ids(),), backend="reference").model
+    on_te = convert(original, (ids(),), backend="te").model
+    on_twins = convert(original, (ids(),), backend="reference").model
     on_twins.load_state_dict(te_convert.te_state_dict(on_te))
     on_te.load_state_dict(original.state_dict())
     for key, value in te_convert.original_state_dict(on_te).items():
@@ -78,7 +83,7 @@ def test_state_moves_between_te_twins_and_the_original() -> None:
 
 @pytest.mark.usefixtures("te")
 def test_copies_stay_on_te() -> None:
-    model = te_convert.convert(net(), (X,), backend="te").model
+    model = convert(net(), (X,), backend="te").model
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(X), model(X))
         assert type(other[1]) is type(model[1])  # type: ignore[index]
@@ -86,12 +91,12 @@ def test_copies_stay_on_te() -> None:
 
 @pytest.mark.usefixtures("te")
 def test_a_one_dimensional_input_keeps_its_rank() -> None:
-    model = te_convert.convert(net(), (X,), backend="te").model
+    model = convert(net(), (X,), backend="te").model
     assert model[1](X[0]).shape == (32,)  # type: ignore[index]
 
 
 def test_sites_that_the_recipe_cannot_take_leave_its_autocast(te: str) -> None:
-    result = te_convert.convert(net(), (X.repeat(8, 1),), backend="te", recipe="fp8")
+    result = convert(net(), (X.repeat(8, 1),), backend="te", recipe="fp8")
     model = result.model
     precisions = {fqn: get_record(model.get_submodule(fqn)).decision.precision for fqn in ("1", "2")}
     assert precisions == {"1": "recipe", "2": "high"}
@@ -109,7 +114,7 @@ def test_sites_that_the_recipe_cannot_take_leave_its_autocast(te: str) -> None:
 
 @pytest.mark.usefixtures("te")
 def test_autocast_does_nothing_in_high_precision() -> None:
-    model = te_convert.convert(net(), (X,), backend="te").model
+    model = convert(net(), (X,), backend="te").model
     fake_te.STATE["calls"].clear()
     with te_convert.autocast(model):
         model(X)
@@ -118,7 +123,7 @@ def test_autocast_does_nothing_in_high_precision() -> None:
 
 def test_a_recipe_that_this_te_lacks_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.0")
-    model = te_convert.convert(net(), (X.repeat(8, 1),), backend="te", recipe="mxfp8").model
+    model = convert(net(), (X.repeat(8, 1),), backend="te", recipe="mxfp8").model
     with pytest.raises(EnvironmentLacksError, match="MXFP8BlockScaling"):
         te_convert.autocast(model)
 
@@ -127,7 +132,7 @@ def test_a_te_module_that_computes_something_else_is_put_back(monkeypatch: pytes
     fake_te.install(monkeypatch)
     forward = fake_te.Linear.forward
     monkeypatch.setattr(fake_te.Linear, "forward", lambda self, x: forward(self, x) * (1.001 if self.out_features == 10 else 1))
-    parity = te_convert.convert(net(), (X,), backend="te").report.parity
+    parity = convert(net(), (X,), backend="te").report.parity
     assert [site.fqn for site in parity.reverted] == ["2"]
     assert parity.passed
 
@@ -140,7 +145,7 @@ def test_te_without_its_constructor_working_leaves_the_model_alone(monkeypatch: 
 
     monkeypatch.setattr(fake_te.Linear, "__init__", fails)
     model = net()
-    result = te_convert.convert(model, (X,), backend="te", inplace=True)
+    result = convert(model, (X,), backend="te", inplace=True)
     assert result.model is model
     assert not result.converted
     assert type(model[0]) is nn.LayerNorm  # type: ignore[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ from te_convert.plan.model import Plan
 from te_convert.rewrite.apply import Applied, apply_plan
 
 WIDTH = 8
+FUSE = pytest.mark.parametrize("fuse", [False, True], ids=["leaf", "fused"])
 
 
 def ids(batch: int = 2, length: int = 6, vocab: int = 50) -> torch.Tensor:
@@ -49,6 +51,34 @@ class TiedLM(nn.Module):
         hidden = hidden + self.down(torch.relu(self.blocks[0](self.norm(hidden))))
         out: torch.Tensor = self.head(self.final(hidden))
         return out
+
+
+class Attention(nn.Module):
+    """Three Linears that read one tensor, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        y: torch.Tensor = self.o_proj(torch.softmax(q @ k.mT, -1) @ v)
+        return y
+
+
+class Attends(nn.Module):
+    """A norm and an attention behind it, whose three matrices become one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = Attention()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        y: torch.Tensor = hidden + self.attn(self.norm(hidden))
+        return y
 
 
 class ReadsNames(nn.Module):
@@ -104,6 +134,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         found[f"{name}:module"] = id(module)
         found[f"{name}:class"] = type(module)
         found[f"{name}:training"] = module.training
+        found[f"{name}:order"] = (list(module._parameters), list(module._modules))
         found[f"{name}:dict"] = {
             key: id(value) for key, value in module.__dict__.items() if key not in ("training", "_is_full_backward_hook")
         }
@@ -114,6 +145,15 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
                 found[f"{name}.{key}"] = (id(parameter), values, parameter.dtype, parameter.requires_grad, grad)
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             found[f"{name}:{kind}"] = dict(getattr(module, kind))
+    return found
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """A snapshot without the identity of the dictionaries that hold parameters and children: a fusion taken out makes new ones."""
+    found = snapshot(model)
+    for name, _ in model.named_modules(remove_duplicate=False):
+        for holder in ("_parameters", "_modules"):
+            del found[f"{name}:dict"][holder]
     return found
 
 

@@ -10,14 +10,15 @@ from torch import nn
 
 import te_convert
 from te_convert.rewrite.apply import restore_site
+from te_convert.rewrite.fused import get_fused
 from te_convert.rewrite.site import is_converted
-from tests.rewrite.rewrite_samples import converted, floats, perturb
+from tests.rewrite.rewrite_samples import FUSE, converted, floats, perturb
 
 INPUTS = (floats(2, 5, 16),)
 
 
-def encoder(depth: int = 2) -> Any:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+def encoder(depth: int = 2, norm_first: bool = False) -> Any:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0, norm_first=norm_first)
     return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False).eval()
 
 
@@ -43,13 +44,37 @@ def test_replacements_run_in_eval_without_gradients() -> None:
     assert seen == [1]
 
 
-def test_revert_restores_the_switch() -> None:
-    model = encoder()
+def test_a_fusion_runs_in_eval_without_gradients() -> None:
+    model = perturb(encoder(norm_first=True))
+    expected = model(*INPUTS)
+    root = converted(model, INPUTS)
+    records = [get_fused(layer.layernorm_linear1) for layer in root.layers]
+    before = [record.executed for record in records]
+    with torch.no_grad():
+        torch.testing.assert_close(root(*INPUTS), expected)
+    assert [record.executed for record in records] == [count + 1 for count in before]
+    assert {record.fallbacks for record in records} == {0}
+
+
+@FUSE
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_revert_restores_the_switch(norm_first: bool, fuse: bool) -> None:
+    model = encoder(norm_first=norm_first)
     before = switches(model)
     assert 0 not in before
-    root = converted(model, INPUTS)
+    root = converted(model, INPUTS, fuse=fuse)
     assert switches(root) == [0, 0]
     assert switches(te_convert.revert(root)) == before
+
+
+def test_the_switch_stays_off_while_a_member_of_a_fusion_is_a_child() -> None:
+    model = encoder(1, norm_first=True)
+    before = switches(model)
+    root = converted(model, INPUTS, include=["*norm2", "*linear1", "*linear2"])
+    for name in ("layers.0.linear2", "layers.0.layernorm_linear1"):
+        assert switches(root) == [0]
+        restore_site(root, root.get_submodule(name))
+    assert switches(root) == before
 
 
 def test_the_switch_stays_off_while_any_child_is_converted() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from te_convert.api import analyze
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.verify import accuracy
 from te_convert.verify.accuracy import MIN_DRAWS, judge_accuracy
 from te_convert.verify.compare import row_ratios
 from te_convert.verify.reference import Reference, record_reference
+from tests.rewrite.rewrite_samples import plan_of
 
 ELEMENTS = 1 << 20
 
@@ -28,12 +28,21 @@ class Case:
 
 @pytest.fixture(scope="module")
 def case() -> Case:
+    return made(fuse=False)
+
+
+@pytest.fixture(scope="module")
+def fused_case() -> Case:
+    return made(fuse=True)
+
+
+def made(fuse: bool) -> Case:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh())]
     model = nn.Sequential(*layers).to(torch.bfloat16).eval()
     inputs = torch.randn(2, 64, dtype=torch.bfloat16)
     reference = record_reference(model, normalize_inputs(inputs))
-    return Case(apply_plan(copy.deepcopy(model), analyze(model, inputs), "reference"), reference)
+    return Case(apply_plan(copy.deepcopy(model), plan_of(model, inputs, fuse=fuse), "reference"), reference)
 
 
 def test_good_first_runs_need_no_more(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,8 +62,18 @@ def test_unlucky_first_runs_are_judged_on_fresh_ones(case: Case) -> None:
     assert 0.7 < found.ratio < 1.25
 
 
-def test_an_inaccurate_conversion_fails_on_fresh_draws_too(case: Case) -> None:
-    site = case.applied.sites["1"]
+def test_unlucky_first_runs_of_fusions_are_judged_on_fresh_ones(fused_case: Case) -> None:
+    found = judge_accuracy(fused_case.applied, fused_case.reference, [8.0] * 6, ELEMENTS)
+    assert found is not None
+    assert found.verdict.passed
+    assert found.draws >= MIN_DRAWS
+    assert 0.7 < found.ratio < 1.25
+
+
+@pytest.mark.parametrize("name", ["1", "1.layernorm_1"], ids=["leaf", "fused"])
+def test_an_inaccurate_conversion_fails_on_fresh_draws_too(name: str, request: pytest.FixtureRequest) -> None:
+    case: Case = request.getfixturevalue("case" if name == "1" else "fused_case")
+    site = case.applied.sites[name]
     forward = type(site).forward.__get__(site)
 
     def coarse(x: torch.Tensor) -> torch.Tensor:

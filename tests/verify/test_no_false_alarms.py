@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import te_convert
+from tests.rewrite.rewrite_samples import FUSE
 from tests.verify.model_zoo import NAMES, build
 
 LOW = [
@@ -21,14 +22,15 @@ LOW = [
 ]
 
 
+@FUSE
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float32) for name in NAMES), *LOW],
     ids=lambda value: value if isinstance(value, str) else str(value).removeprefix("torch."),
 )
-def test_a_right_conversion_passes_as_a_whole(name: str, dtype: torch.dtype) -> None:
+def test_a_right_conversion_passes_as_a_whole(name: str, dtype: torch.dtype, fuse: bool) -> None:
     model, inputs = build(name, dtype)
-    result = te_convert.convert(model, inputs, backend="reference")
+    result = te_convert.convert(model, inputs, backend="reference", fuse=fuse)
     parity = result.report.parity
     assert result.converted
     assert parity.passed, result.report

@@ -14,16 +14,24 @@ from torch import nn
 import te_convert
 from te_convert.capture.scenario import Scenario, normalize_inputs
 from te_convert.verify.compare import compare
-from te_convert.verify.perturb import named_original_parameters, perturbed
+from te_convert.verify.perturb import original_parameters, perturbed
 from te_convert.verify.reference import record_reference
 from te_convert.verify.run import Setting, run
 from te_convert.verify.variants import other_values, shape_variants
+from tests.rewrite.rewrite_samples import FUSE
 from tests.verify.model_zoo import build, perturb
 
 
 # ---- perturbation ----------------------------------------------------------------------------------------------------
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def originals(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The original's tensors by name, whatever they are part of."""
+    return {
+        name: part.clone() for found in original_parameters(model) for name, part in zip(found.names, found.parts(), strict=True)
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -39,14 +47,18 @@ def test_perturbation_moves_every_1d_parameter_and_puts_the_bits_back(dtype: tor
     assert [id(p) for p in model.parameters()] == objects
 
 
+@FUSE
 @pytest.mark.parametrize("name", ["gpt2", "llama", "sequential"])
-def test_original_and_converted_get_the_same_noise(name: str) -> None:
+def test_original_and_converted_get_the_same_noise(name: str, fuse: bool) -> None:
     model, inputs = build(name)
-    converted = te_convert.convert(copy.deepcopy(model), inputs).model
-    assert [n for n, _ in named_original_parameters(converted)] == [n for n, _ in named_original_parameters(model)]
+    before, converted = values_of(model), te_convert.convert(copy.deepcopy(model), inputs, fuse=fuse).model
+    assert set(originals(converted)) == set(originals(model))
+    assert fuse or list(originals(converted)) == list(originals(model))
     with perturbed(model), perturbed(converted):
-        for (_, a), (_, b) in zip(named_original_parameters(model), named_original_parameters(converted), strict=True):
-            assert torch.equal(a, b if a.shape == b.shape and torch.equal(a, b) else b.t())
+        found = originals(converted)
+        for name, value in originals(model).items():
+            assert torch.equal(value, found[name]), name
+            assert torch.equal(value, before[name]) is (value.dim() != 1), name
 
 
 def test_the_filled_in_bias_is_not_perturbed() -> None:
@@ -54,6 +66,17 @@ def test_the_filled_in_bias_is_not_perturbed() -> None:
     with perturbed(converted):
         assert torch.equal(converted[0].bias, torch.zeros(8))  # type: ignore[index]
         assert not torch.equal(converted[0].weight, torch.ones(8))  # type: ignore[index]
+
+
+def test_the_filled_in_bias_of_a_fusion_is_not_perturbed_and_its_parts_come_back() -> None:
+    model = nn.Sequential(nn.LayerNorm(8, bias=False), nn.Linear(8, 8))
+    converted: Any = te_convert.convert(model, (torch.randn(2, 8),)).model
+    before, fused = values_of(converted), converted[1].layernorm_1
+    with perturbed(converted):
+        assert torch.equal(fused.layer_norm_bias, torch.zeros(8))
+        assert not torch.equal(fused.layer_norm_weight, torch.ones(8))
+        assert not torch.equal(fused.bias, before["1.layernorm_1.bias"])
+    assert all(torch.equal(value, before[name]) for name, value in values_of(converted).items())
 
 
 # ---- widening --------------------------------------------------------------------------------------------------------

@@ -130,17 +130,29 @@ def _restore_container(container: Any, saved: Any) -> None:
 
 
 @contextmanager
+def _without_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
     """Restore every module's attributes, plain containers, buffers, hooks, train flags and gradients, and all random states.
 
     Gradients are set aside meanwhile, so that a model that calls ``backward`` itself cannot add to them.  Values of Parameters
     are not copied (that would be a second model); a forward that changes its own weights in place, or an object of a class of
     its own, is outside what this protects.
+
+    torch's encoders run without their fast path meanwhile: it shows a recording nothing, and fills padded positions with zeros.
     """
     modules = list(model.modules())
     states = [_ModuleState(module) for module in modules]
     containers = _ContainerState(modules)
-    with preserve_rng():
+    with preserve_rng(), _without_fast_path():
         try:
             for parameter in model.parameters():
                 parameter.grad = None

@@ -16,6 +16,7 @@ from torch import nn
 from te_convert.emit.model_source import ModelSource, OpenedModel
 from te_convert.emit.user_code import one_line, user_code
 from te_convert.errors import EnvironmentLacksError, InputError
+from te_convert.facts.attention import base_implementation
 from te_convert.replacements.specs import dtype_name, torch_dtype
 
 _COPIED = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "preprocessor*", "processor*", "spiece*")
@@ -197,7 +198,7 @@ def _source(model: nn.Module, files: dict[str, bytes], origins: tuple[Path, ...]
         main="config.json",
         files=tuple(files),
         dtype=dtype_name(dtype) if isinstance(dtype, torch.dtype) else "",
-        attention=str(getattr(getattr(model, "config", None), "_attn_implementation", None) or ""),
+        attention=base_implementation(str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")),
         content=files,
         origins=origins,
     )

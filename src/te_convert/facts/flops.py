@@ -109,3 +109,15 @@ def recording_flops(model: nn.Module, recording: Recording) -> tuple[int, dict[s
                 per_module[call.fqn] = per_module.get(call.fqn, 0) + flops
     functions = sum(function_flops(node) for node in recording.graph.nodes if node.op in ("call_function", "call_method"))
     return functions + sum(per_module.values()), per_module
+
+
+def attention_flops(recording: Recording) -> dict[str, int]:
+    """Operations of functions that each attention module ran itself: its two products, or its scaled dot product attention."""
+    names = {call.fqn for call in recording.attention}
+    found: dict[str, int] = {}
+    for node in recording.graph.nodes if names else ():
+        stack = node.meta.get("nn_module_stack") or ()
+        where = tuple(stack)[-1] if stack else None
+        if node.op in ("call_function", "call_method") and where in names:
+            found[where] = found.get(where, 0) + function_flops(node)
+    return found

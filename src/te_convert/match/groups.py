@@ -15,7 +15,7 @@ from te_convert.reasons import Reason
 from te_convert.replacements.specs import LinearSpec
 from te_convert.weights.ops import Concat, Move, Transpose, WeightMap, WeightOp
 
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def place_beside(modules: dict[str, nn.Module], linears: tuple[str, ...], name: 
     With only containers above, it becomes a child of the first Linear.
     """
     parent = common_scope(list(linears))
-    while isinstance(modules[parent], _CONTAINERS):
+    while isinstance(modules[parent], CONTAINERS):
         if not parent:
             parent = linears[0]
             break
@@ -147,7 +147,9 @@ def short_name(linears: tuple[str, ...]) -> str:
 
 
 def inside(fqn: str, scope: str) -> str:
-    """A name as seen from the module ``scope``."""
+    """A name as seen from the module ``scope``, which holds it or is it."""
+    if fqn == scope:
+        return ""
     return fqn.removeprefix(f"{scope}.") if scope else fqn
 
 

@@ -15,6 +15,7 @@ from te_convert.facts.flops import recording_flops
 from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.match.fusion import Fusion
+from te_convert.plan.attentions import attention_decisions
 from te_convert.plan.fusions import existing_fusions, fuse_decisions
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
@@ -30,15 +31,16 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
     rules = load_rules()
     flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
     candidates = find_candidates(model, capture, config.alignment)
+    attention, attention_fusions = attention_decisions(model, capture, candidates, config)
     sites = []
     for index, site in enumerate(candidates):
-        decision = _decide(site, rules, config, flops.get(site.fqn, 0))
-        if decision is not None:
-            sites.append((site, decision))
+        decision = attention.get(site.fqn) or _decide(site, rules, config, flops.get(site.fqn, 0))
+        sites.append((site, decision))
         config.report_progress("plan", index + 1, len(candidates))
     changed, fusions = fuse_decisions(model, capture, sites, config) if config.fuse else ({}, ())
     kept = existing_fusions(model)
-    decisions = [_renamed(changed.get(site.fqn, decision), kept) for site, decision in sites]
+    final = [changed.get(site.fqn, decision) for site, decision in sites]
+    decisions = [_renamed(decision, kept) for decision in final if decision is not None]
     failures = tuple(f"scenario {name} did not run: {error}" for name, error in capture.failures)
     return Plan(
         model_class=type(model).__name__,
@@ -48,7 +50,7 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         params_total=sum(parameter.numel() for parameter in model.parameters() if not has_no_shape(parameter)),
         flops_total=flops_total,
         notes=(*notes, *failures, *unused_patterns(decisions, config.include, config.exclude)),
-        fusions=(*kept.values(), *fusions),
+        fusions=(*kept.values(), *fusions, *attention_fusions),
     )
 
 

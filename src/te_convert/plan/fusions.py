@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -11,16 +11,21 @@ from te_convert.capture.graph import Capture
 from te_convert.capture.run import describe_error
 from te_convert.config import ConvertConfig
 from te_convert.facts.norm_formula import NormFacts
+from te_convert.match.blocks import Block
 from te_convert.match.candidate import Candidate
 from te_convert.match.fusion import Fusion
-from te_convert.match.groups import Group, LinearSite, NormSite, common_scope
+from te_convert.match.groups import Found, Group, LinearSite, NormSite, common_scope
 from te_convert.match.norms import probe_norm_site
 from te_convert.match.readers import Readers, find_readers
 from te_convert.match.shared_inputs import find_shared_inputs
-from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Outcome
+from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision, Outcome
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
-from te_convert.rules.registry import FUSION_RULES
+from te_convert.rules.base import BlockRule
+from te_convert.rules.registry import BLOCK_RULES, FUSION_RULES
+
+Sites = Sequence[tuple[Candidate, "Decision | None"]]
+"""Every module with what the leaf rules decided; None for one that they have nothing to say about."""
 
 
 @dataclass
@@ -37,13 +42,16 @@ class _Sites:
 
 
 def fuse_decisions(
-    model: nn.Module, capture: Capture, sites: Iterable[tuple[Candidate, Decision]], config: ConvertConfig
+    model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfig
 ) -> tuple[dict[str, Decision], tuple[Fusion, ...]]:
     """Decisions that a fusion changes or that have something to say about one, by name, and the fusions."""
     known = _sort(model, capture, sites, config)
-    result = _Result({candidate.fqn: decision for candidate, decision in sites})
+    result = _Result({site.fqn: decision for site, decision in sites if decision is not None})
+    _ask_about_blocks(known, sites, result)
     for name, norm in known.norms.items():
-        readers = find_readers(capture, known.modules, name, known.linears.keys(), model.training)
+        if name in result.taken:
+            continue
+        readers = find_readers(capture, known.modules, name, known.linears.keys() - result.taken, model.training)
         if not readers.linears:
             continue
         obstacle = _obstacle(known, norm, readers)
@@ -59,39 +67,103 @@ def fuse_decisions(
 
 @dataclass
 class _Result:
-    """Fusions found so far, and the decisions as they are with them."""
+    """Fusions found so far, and the decisions as they are with them.
+
+    Attributes:
+        taken: names of sites that are part of one.
+        whole: prefixes of the names inside modules that became one TE module.
+    """
 
     decisions: dict[str, Decision]
     changed: dict[str, Decision] = field(default_factory=dict)
     fusions: list[Fusion] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
+    whole: list[str] = field(default_factory=list)
 
     def advise(self, fqn: str, reasons: tuple[Reason, ...]) -> None:
         """Say why a site was not fused, or what to know about its fusion."""
-        before = self.changed.get(fqn, self.decisions[fqn])
+        before = self.changed.get(fqn) or self.decisions.get(fqn)
+        if before is None:  # a module that owns nothing and became nothing
+            return
         self.changed[fqn] = replace(before, reasons=(*before.reasons, *reasons))
 
-    def add(self, fusion: Fusion) -> None:
-        """Accept a fusion under a name of its own; its members become part of it."""
+    def add(self, fusion: Fusion, whole: bool = False) -> None:
+        """Accept a fusion under a name of its own; its members become part of it, with ``whole`` whatever they were."""
         names = {other.fqn for other in self.fusions}
         fqn = fusion.fqn
         while fqn in names:
             fqn += "_"
         fusion = replace(fusion, fqn=fqn)
         self.fusions.append(fusion)
+        if whole:
+            self.whole.append(f"{fusion.scope}." if fusion.scope else "")
         for member in fusion.members:
             before = self.changed.get(member.fqn, self.decisions.get(member.fqn))
-            if before is not None and before.outcome is Outcome.CONVERTED:
+            if before is not None and (whole or before.outcome is Outcome.CONVERTED):
                 self.taken.add(member.fqn)
                 self.changed[member.fqn] = replace(
-                    before, outcome=Outcome.FUSED, rule=fusion.rule, spec=fusion.spec, weights=None, fused_into=fqn
+                    before,
+                    outcome=Outcome.FUSED,
+                    rule=fusion.rule,
+                    spec=fusion.spec,
+                    weights=None,
+                    fused_into=fqn,
+                    reasons=tuple(r for r in before.reasons if r.is_advice),
                 )
 
 
-def _sort(model: nn.Module, capture: Capture, sites: Iterable[tuple[Candidate, Decision]], config: ConvertConfig) -> _Sites:
+def _ask_about_blocks(known: _Sites, sites: Sites, result: _Result) -> None:
+    """Offer every module to the block rules, outermost first, unless the caller excluded it or a part of it."""
+    unwanted = [site.fqn for site, decision in sites if decision is not None and decision.outcome is Outcome.EXCLUDED]
+    for site, decision in sites:
+        prefix = f"{site.fqn}." if site.fqn else ""
+        if site.fqn in result.taken or any(map(site.fqn.startswith, result.whole)):
+            continue
+        if any(name == site.fqn or name.startswith(prefix) for name in unwanted):
+            continue
+        if is_te(site.module) or (decision is not None and decision.fused_into is not None):
+            continue
+        block = Block(site, known.modules, known.capture, known.config.allow, known.linears, known.norms)
+        for rule in BLOCK_RULES:
+            if rule.looks_like(block):
+                _ask_block(rule, block, result)
+
+
+def _ask_block(rule: BlockRule, block: Block, result: _Result) -> None:
+    site = block.site
+    try:
+        found = rule.propose(block)
+    except Exception as error:
+        found = Found(advices={site.fqn: (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),)})
+    if site.fqn not in result.decisions and (found.fusions or found.advices):
+        result.decisions[site.fqn] = Decision(
+            fqn=site.fqn,
+            kind=type(site.module).__name__,
+            class_name=type(site.module).__name__,
+            outcome=Outcome.NO_MATCH,
+            aliases=site.aliases,
+            calls=len(site.calls),
+        )
+    for fqn, reasons in found.advices.items():
+        result.advise(fqn, reasons)
+    for fusion in found.fusions:
+        result.add(fusion, whole=True)
+
+
+def is_te(module: nn.Module) -> bool:
+    """A module that an earlier conversion put in place, or a part of a fusion."""
+    return SITE_ATTRIBUTE in module.__dict__ or MEMBER_ATTRIBUTE in module.__dict__
+
+
+def _sort(model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfig) -> _Sites:
     known = _Sites(model, dict(model.named_modules()), capture, config)
     for site, decision in sites:
-        if decision.outcome is not Outcome.CONVERTED or decision.weights is None or "forward" in site.module.__dict__:
+        if (
+            decision is None
+            or decision.outcome is not Outcome.CONVERTED
+            or decision.weights is None
+            or "forward" in site.module.__dict__
+        ):
             continue
         if isinstance(decision.spec, LinearSpec):
             known.linears[site.fqn] = LinearSite(site, decision.spec, decision.weights, decision.precision)

@@ -15,17 +15,19 @@ from torch import nn
 
 from te_convert import reference
 from te_convert.errors import EnvironmentLacksError
+from te_convert.replacements.experts import META, experts_class
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
+    GroupedExpertsSpec,
     LayerNormLinearSpec,
     LayerNormSpec,
     LinearSpec,
+    MultiheadAttentionSpec,
     RMSNormSpec,
     Spec,
+    TransformerLayerSpec,
     torch_dtype,
 )
-
-META = "meta"  # the string: TE tests ``device == "meta"``, which is False for torch.device("meta")
 
 
 def module_class(spec: Spec, backend: str) -> type[nn.Module]:
@@ -34,7 +36,12 @@ def module_class(spec: Spec, backend: str) -> type[nn.Module]:
     Raises:
         EnvironmentLacksError: the backend is "te" and its import fails.
     """
-    name = spec.name.removeprefix("te.")
+    if isinstance(spec, GroupedExpertsSpec):
+        return experts_class(_te_class("GroupedLinear", backend))
+    return _te_class(spec.name.removeprefix("te."), backend)
+
+
+def _te_class(name: str, backend: str) -> type[nn.Module]:
     if backend == "reference":
         return _TWINS[name]
     try:
@@ -54,6 +61,9 @@ _TWINS: dict[str, type[nn.Module]] = {
     "LayerNormLinear": reference.LayerNormLinear,
     "LayerNormMLP": reference.LayerNormMLP,
     "DotProductAttention": reference.DotProductAttention,
+    "GroupedLinear": reference.GroupedLinear,
+    "MultiheadAttention": reference.MultiheadAttention,
+    "TransformerLayer": reference.TransformerLayer,
 }
 
 
@@ -72,15 +82,51 @@ def constructor_arguments(spec: Spec, cls: type[nn.Module]) -> tuple[tuple[Any, 
             "qkv_format": "bshd",
             "attn_mask_type": "no_mask",
             "softmax_scale": spec.softmax_scale,
+            "attention_type": "cross",  # padding of queries and of keys is given apart
+            **({"softcap": spec.softcap} if spec.softcap and "softcap" in names else {}),
         }
+    if isinstance(spec, GroupedExpertsSpec):
+        return (spec,), {}
     keywords: dict[str, Any] = {"bias": spec.bias, "params_dtype": torch_dtype(spec.dtype), "device": META}
     keywords |= {name: _keep for name in ("init_method", "output_layer_init_method") if name in names}
+    if isinstance(spec, MultiheadAttentionSpec | TransformerLayerSpec):
+        return attention_arguments(spec, keywords)
     if isinstance(spec, LinearSpec):
         return (spec.in_features, spec.out_features), keywords
     keywords |= {"eps": spec.eps, "normalization": spec.normalization, "zero_centered_gamma": spec.zero_centered_gamma}
     if isinstance(spec, LayerNormLinearSpec):
         return (spec.in_features, spec.out_features), keywords
     return (spec.hidden_size, spec.ffn_hidden_size), {**keywords, "activation": spec.activation}
+
+
+def attention_arguments(
+    spec: MultiheadAttentionSpec | TransformerLayerSpec, keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the modules that hold an attention: one fused projection with rows [q; k; v], not interleaved by head."""
+    keywords = {**keywords, "fuse_qkv_params": True, "qkv_weight_interleaved": False}
+    if isinstance(spec, MultiheadAttentionSpec):
+        return (spec.hidden_size, spec.num_attention_heads), {
+            **keywords,
+            "attention_dropout": spec.attention_dropout,
+            "attn_mask_type": "no_mask",
+            "attention_type": spec.attention_type,
+            "qkv_format": spec.qkv_format,
+        }
+    return (spec.hidden_size, spec.ffn_hidden_size, spec.num_attention_heads), {
+        **keywords,
+        "layernorm_epsilon": spec.eps,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "self_attn_mask_type": spec.self_attn_mask_type,
+        "normalization": spec.normalization,
+        "zero_centered_gamma": spec.zero_centered_gamma,
+        "activation": spec.activation,
+        "output_layernorm": spec.post_layernorm,
+        "apply_residual_connection_post_layernorm": spec.post_layernorm,
+        "parallel_attention_mlp": spec.parallel_attention_mlp,
+        "layer_type": spec.layer_type,
+        "attn_input_format": spec.attn_input_format,
+    }
 
 
 def _norm_arguments(
@@ -112,8 +158,10 @@ def parameter_names(spec: Spec) -> tuple[str, ...]:
         return ("weight", "bias") if spec.bias else ("weight",)
     if isinstance(spec, LayerNormSpec | RMSNormSpec):
         return ("weight", "bias") if isinstance(spec, LayerNormSpec) else ("weight",)
-    if isinstance(spec, DotProductAttentionSpec):
-        return ()
+    if isinstance(spec, DotProductAttentionSpec | MultiheadAttentionSpec | TransformerLayerSpec):
+        return ()  # none of its own: its parts have them
+    if isinstance(spec, GroupedExpertsSpec):
+        return tuple(f"{layer}.weight{index}" for layer in ("fc1", "fc2") for index in range(spec.num_gemms))
     norm = ("layer_norm_weight", "layer_norm_bias") if spec.normalization == "LayerNorm" else ("layer_norm_weight",)
     if isinstance(spec, LayerNormLinearSpec):
         return (*norm, "weight", "bias") if spec.bias else (*norm, "weight")

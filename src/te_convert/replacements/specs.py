@@ -79,7 +79,7 @@ class LayerNormMLPSpec:
 class DotProductAttentionSpec:
     """``te.DotProductAttention``: softmax(scale * q @ k.T + mask) @ v in the layout "bshd"; it has no weights.
 
-    ``softmax_scale`` None means 1 / sqrt(head size); ``window_size`` is (left, right) or None; ``softcap`` 0 means none.
+    ``softmax_scale`` None means 1 / sqrt(head size), ``softcap`` 0 none.  Mask type and window are given with each call.
     """
 
     name: ClassVar[str] = "te.DotProductAttention"
@@ -89,16 +89,94 @@ class DotProductAttentionSpec:
     softmax_scale: float | None
     attention_dropout: float
     dtype: str
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_channels", tuple(self.kv_channels))
 
 
-Spec = LinearSpec | LayerNormSpec | RMSNormSpec | LayerNormLinearSpec | LayerNormMLPSpec | DotProductAttentionSpec
+@dataclass(frozen=True)
+class GroupedExpertsSpec:
+    """Two ``te.GroupedLinear``, ``fc1`` and ``fc2``, with an activation between: the experts of a mixture.
+
+    ``activation`` is a name of facts/activations.py; with ``gated`` it applies to the first half of fc1's output, the second
+    half multiplies.  Each expert's rows are padded to ``row_multiple``, which is what the recipe needs.
+    """
+
+    name: ClassVar[str] = "te.GroupedLinear"
+    num_gemms: int
+    hidden_size: int
+    ffn_hidden_size: int
+    gated: bool
+    activation: str
+    row_multiple: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MultiheadAttentionSpec:
+    """``te.MultiheadAttention`` with one fused projection [q; k; v] ("self"), or queries apart from [k; v] ("cross")."""
+
+    name: ClassVar[str] = "te.MultiheadAttention"
+    hidden_size: int
+    num_attention_heads: int
+    attention_dropout: float
+    bias: bool
+    attention_type: str
+    qkv_format: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class TransformerLayerSpec:
+    """``te.TransformerLayer``, pre-norm, or post-norm with ``post_layernorm``; ``layer_type`` "encoder" or "decoder"."""
+
+    name: ClassVar[str] = "te.TransformerLayer"
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    eps: float
+    bias: bool
+    activation: str
+    normalization: str
+    zero_centered_gamma: bool
+    post_layernorm: bool
+    parallel_attention_mlp: bool
+    layer_type: str
+    attn_input_format: str
+    self_attn_mask_type: str
+    dtype: str
+
+
+Spec = (
+    LinearSpec
+    | LayerNormSpec
+    | RMSNormSpec
+    | LayerNormLinearSpec
+    | LayerNormMLPSpec
+    | DotProductAttentionSpec
+    | GroupedExpertsSpec
+    | MultiheadAttentionSpec
+    | TransformerLayerSpec
+)
 SPECS: dict[str, type[Spec]] = {
     spec.name: spec
-    for spec in (LinearSpec, LayerNormSpec, RMSNormSpec, LayerNormLinearSpec, LayerNormMLPSpec, DotProductAttentionSpec)
+    for spec in (
+        LinearSpec,
+        LayerNormSpec,
+        RMSNormSpec,
+        LayerNormLinearSpec,
+        LayerNormMLPSpec,
+        DotProductAttentionSpec,
+        GroupedExpertsSpec,
+        MultiheadAttentionSpec,
+        TransformerLayerSpec,
+    )
 }
+
+
+WHOLE = (LayerNormMLPSpec, MultiheadAttentionSpec, TransformerLayerSpec)
+"""Specs whose module takes the place of the module that it replaces; the others are registered beside their members."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from te_convert.plan.model import CallShape, Outcome, Plan
+from te_convert.plan.model import CallShape, Decision, Outcome, Plan
 from te_convert.reasons import Reason
 from te_convert.verify.model import Parity, SiteParity
 
@@ -197,13 +197,18 @@ def build_sites(plan: Plan, parity: Parity) -> tuple[Site, ...]:
             params=d.params,
             flops=d.flops,
             precision=d.precision,
-            executed=parity.executed.get(d.fused_into or d.fqn, 0) if ran and d.converts else None,
-            parity=figures.get(d.fused_into or d.fqn),
-            fallbacks=parity.fallbacks.get(d.fused_into or d.fqn, 0) if d.converts else 0,
+            executed=parity.executed.get(_place(d), 0) if ran and d.converts else None,
+            parity=figures.get(_place(d)),
+            fallbacks=parity.fallbacks.get(_place(d), 0) if d.converts else 0,
             fused_into=d.fused_into,
         )
         for d in plan.decisions
     )
+
+
+def _place(decision: Decision) -> str:
+    """Name under which verification knows a site: that of the TE module that it became a part of, or its own."""
+    return decision.fqn if decision.fused_into is None else decision.fused_into
 
 
 def measure_coverage(plan: Plan) -> Coverage:

@@ -12,7 +12,15 @@ from torch import nn
 from te_convert.facts.sharing import find_parents
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Plan
 from te_convert.replacements.build import constructor_arguments, module_class, parameter_names
-from te_convert.rewrite.carry_over import Switch, carry_attributes, carry_hooks, disable_fast_path, reset_switches
+from te_convert.rewrite.carry_over import (
+    Known,
+    Switch,
+    carry_attributes,
+    carry_hooks,
+    disable_fast_path,
+    has_fast_path,
+    reset_switches,
+)
 from te_convert.rewrite.files import unwatch_files, watch_files
 from te_convert.rewrite.fuse import fuse, restore_fusion
 from te_convert.rewrite.fused import fused_record, get_fused, unwatch_root, watch_root
@@ -87,7 +95,6 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
             converted = _convert(module, decision, backend)
             applied.sites[decision.fqn], applied.taken[decision.fqn] = converted, own
             _replace(applied, parents[id(module)], module, converted)
-            get_record(converted).switches = disable_fast_path([parent for parent, _ in parents[id(module)]], switched)
             if progress is not None:
                 progress(index + 1, total)
         for index, fusion in enumerate(plan.fusions):
@@ -98,10 +105,11 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
             decisions = {decision.fqn: decision for decision in plan.decisions if decision.fused_into is not None}
             fused, taken = fuse(applied.model, fusion, decisions, backend)
             applied.sites[fusion.fqn], applied.taken[fusion.fqn] = fused, taken
-            holders = [parent for _, member in get_fused(fused).members for parent, _ in parents[id(member)]]
-            get_fused(fused).switches = disable_fast_path(holders, switched)
+            if applied.model in get_fused(fused).role("owner"):
+                applied.model = fused
             if progress is not None:
                 progress(len(plan.swaps) + index + 1, total)
+        _disable_fast_paths(applied, switched)
         watch_files(applied.model)
         watch_root(applied.model)
     except BaseException:
@@ -111,15 +119,25 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
     return applied
 
 
+def _disable_fast_paths(applied: Applied, known: Known) -> None:
+    """Each site remembers the switches of the encoders that hold it."""
+    for holder in filter(has_fast_path, list(applied.model.modules())):
+        parts = [part for part in holder.modules() if part is not holder]
+        if any(map(needs_slow_path, parts)):
+            switches = disable_fast_path([holder], known)
+            for part in filter(is_converted, parts):
+                part.__dict__[SITE_ATTRIBUTE].switches += switches
+
+
 def needs_slow_path(module: nn.Module) -> bool:
     """A converted module, or a member of a fusion: torch's fused encoder kernel would read its weights past it."""
     return is_converted(module) or is_borrower(module)
 
 
-def known_switches(modules: Iterable[nn.Module]) -> dict[int, Any]:
-    """id(module) → original value of what earlier conversions switched."""
+def known_switches(modules: Iterable[nn.Module]) -> Known:
+    """Original values of what earlier conversions switched."""
     switches: list[Switch] = [s for module in modules if is_converted(module) for s in module.__dict__[SITE_ATTRIBUTE].switches]
-    return {id(module): value for module, _, value in switches}
+    return {(id(module), name): value for module, name, value in switches}
 
 
 def _replace(applied: Applied, holders: list[tuple[nn.Module, str]], old: nn.Module, new: nn.Module) -> None:
@@ -201,7 +219,7 @@ def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) 
     """
     fused = fused_record(converted)
     if fused is not None:
-        restore_fusion(root, fused, None if own is None else dict(own))
+        root = restore_fusion(root, fused, None if own is None else dict(own))
         reset_switches(fused.switches, needs_slow_path)
         unwatch_files(root)
         unwatch_root(root)

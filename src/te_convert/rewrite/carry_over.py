@@ -48,28 +48,41 @@ Switch = tuple[nn.Module, str, Any]
 """(module, attribute, original value) of something changed so that a converted child runs at all."""
 
 
-def disable_fast_path(parents: list[nn.Module], known: dict[int, Any]) -> list[Switch]:
-    """Make torch's encoder layers call their children instead of a fused kernel that reads the weights past them.
+Known = dict[tuple[int, str], Any]
+"""(id of a module, attribute) → original value, shared by all sites of a model."""
+_FAST_PATHS: tuple[tuple[type[nn.Module], str, Any], ...] = (
+    (nn.TransformerEncoderLayer, "activation_relu_or_gelu", 0),
+    (nn.TransformerEncoder, "use_nested_tensor", False),
+)
+"""torch's own switches for kernels and nested tensors that read the weights past the modules that hold them."""
 
-    ``activation_relu_or_gelu`` is the layer's own switch for that path.
+
+def has_fast_path(module: nn.Module) -> bool:
+    """One of torch's encoders."""
+    return isinstance(module, tuple(cls for cls, _, _ in _FAST_PATHS))
+
+
+def disable_fast_path(holders: list[nn.Module], known: Known) -> list[Switch]:
+    """Make torch's encoders call their parts.
 
     Args:
-        parents: modules that hold the converted one.
-        known: id(parent) → original value, shared by all sites of one rewrite.
+        holders: modules that hold a converted one, directly or not.
+        known: original values of what was switched before.
     """
     switches: list[Switch] = []
-    for parent in parents:
-        if isinstance(parent, nn.TransformerEncoderLayer):
-            value = known.setdefault(id(parent), parent.activation_relu_or_gelu)
-            switches.append((parent, "activation_relu_or_gelu", value))
-            parent.activation_relu_or_gelu = 0
+    for holder in holders:
+        for cls, name, off in _FAST_PATHS:
+            if isinstance(holder, cls) and hasattr(holder, name):
+                value = known.setdefault((id(holder), name), getattr(holder, name))
+                switches.append((holder, name, value))
+                setattr(holder, name, off)
     return switches
 
 
 def reset_switches(switches: list[Switch], is_needed: Callable[[nn.Module], bool]) -> None:
-    """Undo switches whose module has no child left that needs them."""
+    """Undo switches whose module holds nothing any more that needs them."""
     for module, name, value in switches:
-        if not any(is_needed(child) for child in module.children()):
+        if not any(is_needed(part) for part in module.modules() if part is not module):
             setattr(module, name, value)
 
 

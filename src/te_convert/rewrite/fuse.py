@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from te_convert.facts.sharing import find_parents
 from te_convert.match.fusion import Fusion
+from te_convert.match.groups import inside
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import constructor_arguments, module_class
-from te_convert.replacements.specs import LayerNormMLPSpec
+from te_convert.replacements.specs import WHOLE, DotProductAttentionSpec
+from te_convert.rewrite.attention import AttentionRecord, attach, detach
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
+from te_convert.rewrite.experts import GroupedForward
 from te_convert.rewrite.fused import RECORDS, ROWS, DeferringNorm, FusedReader, FusedRecord
 from te_convert.rewrite.fused_files import unwatch_scope, watch_scope
 from te_convert.rewrite.fused_parameters import Own, fill_parameters, own_parameters, parameters_back
@@ -19,11 +20,6 @@ from te_convert.rewrite.loans import LOANS, Borrower, Loan, give_back, is_borrow
 from te_convert.rewrite.nested import quiet_children
 from te_convert.rewrite.site import site_class
 from te_convert.weights.ops import Concat
-
-
-def relative(fqn: str, scope: str) -> str:
-    """Name of a module or parameter as seen from the module ``scope`` that holds it."""
-    return fqn.removeprefix(f"{scope}.") if scope else fqn
 
 
 def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backend: str) -> tuple[nn.Module, Own]:
@@ -43,14 +39,18 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
     cls = site_class(fusion.spec, backend)
     args, kwargs = constructor_arguments(fusion.spec, module_class(fusion.spec, backend))
     module = cls(*args, **kwargs)
-    record = FusedRecord(fusion, module, scope, backend, members)
+    is_attention = isinstance(fusion.spec, DotProductAttentionSpec)
+    record = (AttentionRecord if is_attention else FusedRecord)(fusion, module, scope, backend, members)
     fill_parameters(module, fusion, scope, own)
     quiet_children(module)
     module.train(members[0][1].training)
     module.__dict__[SITE_ATTRIBUTE] = record
     _lend_all(record, decisions)
     _register(root, module, record)
-    watch_scope(scope, module)
+    record.scope = module if scope in record.role("owner") else scope  # an owner leaves the tree
+    watch_scope(record.scope, module)
+    if isinstance(record, AttentionRecord):
+        attach(root, record)
     return module, own
 
 
@@ -60,7 +60,7 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
         decision = decisions.get(member.fqn)
         if decision is not None:
             module.__dict__[MEMBER_ATTRIBUTE] = decision
-        prefix = relative(member.fqn, fusion.scope)
+        prefix = inside(member.fqn, fusion.scope)
         loans = {
             source.rpartition(".")[2]: Loan(record, source)
             for source in fusion.weights.sources
@@ -77,7 +77,8 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
             module.__dict__[ROWS] = _rows(loans)
             lend(module, FusedReader, ordered)
         else:
-            lend(module, Borrower, ordered)
+            module.__dict__[RECORDS] = record
+            lend(module, GroupedForward if role == "experts" else Borrower, ordered)
 
 
 def _rows(loans: dict[str, Loan]) -> int:
@@ -95,22 +96,29 @@ def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
     """Into the module tree: in place of the owner, or as one more child beside the readers."""
     fusion = record.decision
     parent_name, _, name = fusion.fqn.rpartition(".")
-    if not isinstance(fusion.spec, LayerNormMLPSpec):
+    if not isinstance(fusion.spec, WHOLE):
         root.get_submodule(parent_name)._modules[name] = module
         return
     owner = record.role("owner")[0]
     carry_hooks(owner, module)
     carry_attributes(owner, module)
     module.training = owner.training
-    for child_name, child in owner._modules.items():
-        module._modules[child_name] = child
+    clash = owner._modules.keys() & module._modules.keys()
+    if clash:
+        raise ValueError(f"{fusion.fqn}: {fusion.spec.name} has children called {', '.join(sorted(clash))} too")
+    record.own_children = tuple(module._modules)
+    module._modules.update(owner._modules)
     owner.__dict__["_modules"] = module._modules
     for parent, child_name in find_parents(root)[id(owner)]:
         parent._modules[child_name] = module
 
 
-def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None) -> None:
-    """Take a fused module out: the members get their ``own`` Parameters back, or new ones with the values of now."""
+def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None) -> nn.Module:
+    """Take a fused module out: the members get their ``own`` Parameters back, or new ones with the values of now.
+
+    Returns:
+        The root, which is the owner if the fused module was in the place of the root.
+    """
     fusion, module = record.decision, record.module
     parameters = parameters_back(record, own)
     if own is None and record.role("owner"):
@@ -124,28 +132,32 @@ def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None)
                 _lend_from(member, records[0])
                 continue
         if is_borrower(member):
-            prefix = relative(named.fqn, fusion.scope)
+            prefix = inside(named.fqn, fusion.scope)
             give_back(member, {key.rpartition(".")[2]: p for key, p in parameters.items() if key.rpartition(".")[0] == prefix})
         member.__dict__.pop(RECORDS, None)
         member.__dict__.pop(ROWS, None)
         member.__dict__.pop("_te_convert_dtypes", None)
     _unregister(root, record)
     unwatch_scope(record.scope, module)
+    if isinstance(record, AttentionRecord):
+        detach(root, record)
+    return record.role("owner")[0] if root is module else root
 
 
 def _lend_from(norm: nn.Module, record: FusedRecord) -> None:
     names = list(norm.__dict__[LOANS])
-    prefix = next(relative(m.fqn, record.decision.scope) for m in record.decision.members if m.role == "norm")
+    prefix = next(inside(m.fqn, record.decision.scope) for m in record.decision.members if m.role == "norm")
     norm.__dict__[LOANS] = {name: Loan(record, f"{prefix}.{name}") for name in names}
 
 
 def _unregister(root: nn.Module, record: FusedRecord) -> None:
     module = record.module
+    owner = next(iter(record.role("owner")), None)
+    if owner is not None:
+        owner.__dict__["_modules"] = {n: child for n, child in module._modules.items() if n not in record.own_children}
+        owner.training = module.training
     for parent, name in find_parents(root)[id(module)]:
-        if isinstance(record.decision.spec, LayerNormMLPSpec):
-            owner: Any = record.role("owner")[0]
+        if owner is not None:
             parent._modules[name] = owner
-            owner.__dict__["_modules"] = dict(module._modules)
-            owner.training = module.training
         else:
             del parent._modules[name]

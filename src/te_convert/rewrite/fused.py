@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import find_hooks, remove_hook
-from te_convert.rewrite.lazy import LazyNorm, can_defer, unwrap
+from te_convert.rewrite.lazy import LazyNorm, can_defer, saving, unwrap, versions_of
 from te_convert.rewrite.loans import Borrower
 from te_convert.rewrite.shared import SharedInput, can_share
 
@@ -43,6 +43,7 @@ class FusedRecord:
         executed: how often the TE module ran.
         fallbacks: how often a member ran its original forward instead.
         observer: called with (record, inputs, output) whenever the TE module ran.
+        own_children: names of the TE module's children that are not the owner's.
         shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
     """
@@ -57,6 +58,7 @@ class FusedRecord:
     executed: int = 0
     fallbacks: int = 0
     observer: Observer | None = None
+    own_children: tuple[str, ...] = ()
     shared: SharedInput = field(default_factory=SharedInput)
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
@@ -90,31 +92,43 @@ class FusedRecord:
     def run_again(self, inputs: Inputs) -> torch.Tensor:
         """The TE module once more on the same inputs, uncounted."""
         module: Any = self.module
-        y: torch.Tensor = module.te_forward(*inputs[0], **inputs[1])
+        again = module.run_again if hasattr(type(module), "run_again") else module.te_forward
+        y: torch.Tensor = again(*inputs[0], **inputs[1])
         return y
+
+    def sample_inputs(self) -> Inputs | None:
+        """Random inputs for a site that no run reached; None for the usual single tensor."""
+        return None
 
     def run_original(self, inputs: Inputs, own: Mapping[str, nn.Parameter] | None = None) -> torch.Tensor:
         """The members' own forwards on the fused module's inputs, one after the other; with ``own`` Parameters if given."""
-        (x,) = inputs[0]
         with self.off(own):
+            experts: list[Any] = self.role("experts")
+            if experts:
+                y: torch.Tensor = experts[0].eager(*inputs[0], **inputs[1])
+                return y
+            if self.norm is None and self.role("owner"):
+                return self._run_owner(*inputs[0], **inputs[1])
+            (x,) = inputs[0]
             h = x if self.norm is None else self.norm.eager(x)
             if self.role("owner"):
                 return self._run_owner(h)
             readers: list[Any] = self.role("linear")
             return torch.cat([reader.eager(h) for reader in readers], -1)
 
-    def _run_owner(self, h: torch.Tensor) -> torch.Tensor:
-        """The MLP's own forward without dropouts, which the TE module does not have either."""
+    def _run_owner(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The owner's own forward without dropouts, which the TE module does not have either; the first of several results."""
         (owner,) = self.role("owner")
         dropouts = [module for module in (*self.role("dropout-inside"), *self.role("dropout-after")) if module.training]
         try:
             for module in dropouts:
                 module.training = False
-            y: torch.Tensor = type(owner).forward(owner, h)
+            y = type(owner).forward(owner, *args, **kwargs)
         finally:
             for module in dropouts:
                 module.training = True
-        return y
+        first: torch.Tensor = y[0] if isinstance(y, tuple) else y
+        return first
 
     @contextmanager
     def off(self, own: Mapping[str, nn.Parameter] | None = None) -> Iterator[None]:
@@ -135,6 +149,7 @@ class FusedRecord:
         new.module = copy.deepcopy(self.module, memo)
         new.scope = copy.deepcopy(self.scope, memo)
         new.members = copy.deepcopy(self.members, memo)
+        new.own_children = self.own_children
         new.switches = copy.deepcopy(self.switches, memo)
         return new
 
@@ -163,7 +178,14 @@ def get_fused(module: nn.Module) -> FusedRecord:
 
 def unwrap_output(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a converted root: nobody outside gets a lazy tensor."""
-    return tree_map(unwrap, output) if any(type(leaf) is LazyNorm for leaf in tree_leaves(output)) else None
+    leaves = tree_leaves(output)
+    for leaf in leaves:
+        if is_dataclass(leaf):  # of a class that torch does not look into
+            for name, value in vars(leaf).items():
+                found = unwrap_output(module, args, value)
+                if found is not None:
+                    object.__setattr__(leaf, name, found)
+    return tree_map(unwrap, output) if any(type(leaf) is LazyNorm for leaf in leaves) else None
 
 
 def watch_root(root: nn.Module) -> None:
@@ -218,6 +240,14 @@ class FusedReader(Borrower):
         return self.eager(*args, **kwargs)
 
 
+_NOTHING: tuple[Any, dict[int, torch.Tensor]] = (None, {})
+
+
+def _circumstances(record: FusedRecord) -> tuple[Any, ...]:
+    """What has to be the same for columns to be taken: no weight changed in place, no checkpoint entered, left or replayed."""
+    return saving(), versions_of([parameter for parameter in record.module._parameters.values() if parameter is not None])
+
+
 def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tensor | None:
     """One reader's columns.  The first reader runs the fused module and leaves the others' columns on the lazy tensor.
 
@@ -226,15 +256,17 @@ def _take(record: FusedRecord, reader: nn.Module, lazy: LazyNorm) -> torch.Tenso
     pending = lazy.pending
     if pending.norm is not record.norm:
         return None
-    waiting = pending.stash.get(id(record))
-    if waiting is None:
+    if len(record.readers) == 1:
+        x = pending.raw()
+        return None if x is None else record.run(x)
+    left, waiting = pending.stash.get(id(record), _NOTHING)
+    now = _circumstances(record)
+    if not waiting or left != now:
         x = pending.raw()
         if x is None:
             return None
-        if len(record.readers) == 1:
-            return record.run(x)
         waiting = _columns(record, record.run(x))
-        pending.stash[id(record)] = waiting
+        pending.stash[id(record)] = now, waiting
     elif not pending.may_fuse():
         return None
     y = waiting.pop(id(reader), None)
@@ -247,11 +279,12 @@ def _take_shared(record: FusedRecord, reader: nn.Module, x: Any) -> torch.Tensor
     """One reader's columns for an input that is no norm's; None for a fusion with a norm, which this input did not come from."""
     if record.norm is not None or not can_share(x):
         return None
-    y = record.shared.take(id(reader), x)
+    now = _circumstances(record)
+    y = record.shared.take(id(reader), x, now)
     if y is None:
         columns = _columns(record, record.run(x))
         y = columns.pop(id(reader))
-        record.shared.leave(x, columns)
+        record.shared.leave(x, now, columns)
     return y
 
 

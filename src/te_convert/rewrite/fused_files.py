@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.match.groups import inside
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import remove_hook
 
@@ -39,11 +40,12 @@ def accept_original(scope: nn.Module, state_dict: dict[str, Any], prefix: str, *
     used: set[str] = set()
     for module in scope.__dict__.get(_SCOPE, ()):
         fusion = module.__dict__[SITE_ATTRIBUTE].decision
-        place = fusion.fqn.removeprefix(f"{fusion.scope}.") if fusion.scope else fusion.fqn
+        place = inside(fusion.fqn, fusion.scope)
+        head = f"{prefix}{place}." if place else prefix
         for op in fusion.weights.ops:
             keys = [prefix + source for source in op.sources]
             if keys and all(key in state_dict for key in keys):
-                state_dict[f"{prefix}{place}.{op.dest}"] = op.forward([state_dict[key] for key in keys])
+                state_dict[head + op.dest] = op.forward([state_dict[key] for key in keys])
                 used.update(keys)
     for key in used:
         del state_dict[key]

@@ -9,7 +9,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.replacements.build import parameter_names
 from te_convert.rewrite.fused import FusedRecord
 from te_convert.rewrite.loans import LOANS, Loan, holder_of, is_borrower
-from te_convert.weights.ops import Concat, Fill, Move, Take, WeightOp
+from te_convert.weights.ops import Concat, Fill, Move, Rows, Take, WeightOp, gather
 
 Own = dict[str, nn.Parameter]
 """The original Parameters of a fusion by source name."""
@@ -46,7 +46,7 @@ def _parameter(op: WeightOp, fusion: Fusion, scope: nn.Module, own: Own) -> nn.P
         return nn.Parameter(constant, requires_grad=False)
     if isinstance(op, Move):
         return own[op.source] if op.source in own else _lent_parameter(scope, op.source)
-    if isinstance(op, Take):
+    if isinstance(op, Take | Rows):
         return _entry(op, own[op.source])
     return _joined(op, own)
 
@@ -61,11 +61,11 @@ def _lent_parameter(scope: nn.Module, source: str) -> nn.Parameter:
     return parameter
 
 
-def _entry(op: Take, source: nn.Parameter) -> nn.Parameter:
-    """A Parameter on the memory of one entry of a stacked one."""
+def _entry(op: Take | Rows, source: nn.Parameter) -> nn.Parameter:
+    """A Parameter on the memory of one entry, or some rows, of a larger one."""
     entry = nn.Parameter(op.forward([source.detach()]), requires_grad=source.requires_grad)
     if source.grad is not None:
-        entry.grad = source.grad[op.index].detach()
+        entry.grad = op.forward([source.grad.detach()])
     return entry
 
 
@@ -108,6 +108,5 @@ def _separate(loan: Loan) -> nn.Parameter:
     gradients = [None if tensor is None else tensor.grad for tensor in held]
     if all(gradient is not None for gradient in gradients):
         parts = [op.part(grad, index) for (op, index, _, _), grad in zip(loan.pieces, gradients, strict=True) if grad is not None]
-        grad = torch.stack(parts) if isinstance(loan.pieces[0][0], Take) else parts[0]
-        parameter.grad = grad.contiguous().clone()
+        parameter.grad = gather([op for op, *_ in loan.pieces], parts).contiguous().clone()
     return parameter

@@ -6,8 +6,8 @@ any other reader gets the original norm's value, so a fusion is right also on pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,25 +58,42 @@ def _in_mode(mode: Mode, device: str) -> Iterator[None]:
         yield
 
 
+_TOP_HOOKS: Callable[[bool], Any] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+def saving() -> Any:
+    """Who takes the tensors that are saved for backward here (a checkpoint, an offloader); None where torch cannot say."""
+    return None if _TOP_HOOKS is None or torch.compiler.is_compiling() else _TOP_HOOKS(False)
+
+
 def _any_inference(tensors: tuple[Tensor, ...]) -> bool:
     return any([tensor.is_inference() for tensor in tensors])  # noqa: C419  # runs at every norm call: a list is the fastest
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was changed in place so far; -1 for tensors that do not count it."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Pending:
     """What a lazy tensor stands for: a norm, its input, and what was computed from them so far.
 
     Attributes:
-        stash: fused module's record → the outputs that its readers have not taken yet.
+        stash: fused module's record → versions of its parameters, and the outputs that its readers have not taken yet.
     """
 
-    __slots__ = ("_mode", "_parameters", "_value", "_value_version", "_versions", "norm", "stash", "x")
+    __slots__ = ("_mode", "_parameters", "_saving", "_value", "_value_version", "_versions", "norm", "stash", "x")
 
     def __init__(self, norm: Norm, x: Tensor, parameters: tuple[Tensor, ...]) -> None:
         self.norm, self.x = norm, x
-        self.stash: dict[int, dict[int, Tensor]] = {}
+        self.stash: dict[int, tuple[list[int], dict[int, Tensor]]] = {}
         self._value: Tensor | None = None
         self._value_version = 0
-        self._mode = current_mode(x.device.type)
+        self._mode, self._saving = current_mode(x.device.type), saving()
         self._parameters = parameters
         self._versions = None if x.is_inference() or _any_inference(parameters) else self._read_versions()
 
@@ -108,10 +125,21 @@ class Pending:
         """What the original norm returns for the input, in the mode in which the norm was called."""
         if self._value is None:
             self._check_unchanged()
-            with torch._C.DisableTorchFunctionSubclass(), _in_mode(self._mode, self.x.device.type):
+            with torch._C.DisableTorchFunctionSubclass(), _in_mode(self._mode, self.x.device.type), self._as_at_the_norm():
                 self._value = self.norm.eager(self.x)
             self._value_version = -1 if self._value.is_inference() else self._value._version
         return self._value
+
+    def _as_at_the_norm(self) -> AbstractContextManager[Any]:
+        """A checkpoint around the reader alone must not see the norm's tensors: its replay finds the value computed."""
+        if _TOP_HOOKS is not None and saving() == self._saving:
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+
+    def expose(self) -> None:
+        """From now on every reader takes the value: it may be changed where that is not counted, or its gradient is wanted."""
+        self.value()
+        self._value_version = -1
 
     def gradients(self, upstream: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the input and of the norm's parameters, for readers below ``__torch_function__``."""
@@ -162,6 +190,14 @@ _METADATA = frozenset(
 )
 """Questions that do not need the values."""
 
+_EXPOSING = frozenset(
+    {
+        Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__,
+        Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_,
+    }
+)  # fmt: skip
+"""Ways to the value's memory past its version counter, and what is asked of its gradient."""
+
 _CASTS = frozenset({"to", "type_as", "float", "bfloat16", "half"})
 _FIXED_CASTS = {"float": torch.float32, "bfloat16": torch.bfloat16, "half": torch.float16}
 
@@ -197,6 +233,8 @@ class LazyNorm(Tensor):
         same = _still_lazy(func, args, kwargs)
         if same is not None:
             return same
+        if func in _EXPOSING:
+            args[0].pending.expose()
         return func(*_values(args), **_values(kwargs))
 
     @classmethod
@@ -218,7 +256,13 @@ class LazyNorm(Tensor):
 
 def unwrap(value: Any) -> Any:
     """The value of a lazy tensor; anything else as it is."""
-    return value.pending.value() if type(value) is LazyNorm else value
+    if type(value) is not LazyNorm:
+        return value
+    plain = value.pending.value()
+    if value.requires_grad and not plain.requires_grad:  # it left a reentrant checkpoint, which gave it a history
+        with torch._C.DisableTorchFunctionSubclass():
+            return value.clone()
+    return plain
 
 
 def _values(value: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from te_convert.rewrite.lazy import unwrap
-from te_convert.weights.ops import Move, Take
+from te_convert.weights.ops import Move, gather
 
 if TYPE_CHECKING:
     from te_convert.rewrite.fused import FusedRecord
@@ -62,7 +62,7 @@ class Loan:
             if original is not None:
                 return original
         parts = [op.part(_held(module, name), index) for op, index, module, name in self.pieces]
-        return parts[0] if len(parts) == 1 and not isinstance(self.pieces[0][0], Take) else torch.stack(parts)
+        return gather([op for op, *_ in self.pieces], parts)
 
     def parameter(self) -> nn.Parameter | None:
         """The fused module's Parameter itself where it is the whole of this one, else None."""

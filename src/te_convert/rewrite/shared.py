@@ -15,11 +15,12 @@ from te_convert.rewrite.lazy import Mode, can_defer, current_mode
 
 @dataclass
 class _Waiting:
-    """Columns that were not taken yet, and the input and mode for which they hold."""
+    """Columns that were not taken yet, and the input, mode and circumstances for which they hold."""
 
     source: weakref.ref[Tensor]
     version: int
     mode: Mode
+    circumstances: Any
     columns: dict[int, Tensor]
 
 
@@ -40,23 +41,25 @@ class SharedInput:
     def __reduce__(self) -> tuple[type[SharedInput], tuple[()]]:
         return SharedInput, ()
 
-    def take(self, reader: int, x: Tensor) -> Tensor | None:
+    def take(self, reader: int, x: Tensor, circumstances: Any) -> Tensor | None:
         """The columns that wait for a reader and this very input, or None."""
         thread = threading.get_ident()
         held = self.waiting.get(thread)
         if held is None or held.source() is not x or held.version != _version(x) or held.mode != current_mode(x.device.type):
+            return None
+        if held.circumstances != circumstances:
             return None
         y = held.columns.pop(reader, None)
         if not held.columns:
             del self.waiting[thread]
         return y
 
-    def leave(self, x: Tensor, columns: dict[int, Tensor]) -> None:
+    def leave(self, x: Tensor, circumstances: Any, columns: dict[int, Tensor]) -> None:
         """Keep columns for the other readers."""
         thread = threading.get_ident()
         waiting = self.waiting
         source = weakref.ref(x, lambda _: waiting.pop(thread, None))
-        waiting[thread] = _Waiting(source, _version(x), current_mode(x.device.type), columns)
+        waiting[thread] = _Waiting(source, _version(x), current_mode(x.device.type), circumstances, columns)
 
 
 def _version(x: Tensor) -> int:

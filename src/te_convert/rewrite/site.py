@@ -15,8 +15,18 @@ from torch import nn
 
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import module_class
-from te_convert.replacements.specs import DotProductAttentionSpec, LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, Spec
-from te_convert.rewrite.fused import fused_record
+from te_convert.replacements.specs import (
+    DotProductAttentionSpec,
+    GroupedExpertsSpec,
+    LayerNormLinearSpec,
+    LayerNormMLPSpec,
+    LinearSpec,
+    MultiheadAttentionSpec,
+    Spec,
+    TransformerLayerSpec,
+)
+from te_convert.rewrite.blocks import translate_call
+from te_convert.rewrite.fused import fused_record, get_fused
 from te_convert.rewrite.lazy import LazyNorm, unwrap
 from te_convert.rewrite.loans import in_original_layout, save_loans
 from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
@@ -151,6 +161,21 @@ class LinearSite(Site):
         return self.te_forward(x)
 
 
+def attribute_of_owner(site: nn.Module, name: str) -> Any:
+    """``nn.Module.__getattr__``, then the attribute of the module that the site stands for.
+
+    Raises:
+        AttributeError: neither has it.
+    """
+    try:
+        return nn.Module.__getattr__(site, name)
+    except AttributeError:
+        record = fused_record(site)
+        if record is None or name.startswith("__"):
+            raise
+        return getattr(record.role("owner")[0], name)
+
+
 class MLPSite(Site):
     """Takes the place of the module that owned an MLP; the MLP's parts stay its children and run where the fusion may not."""
 
@@ -176,13 +201,7 @@ class MLPSite(Site):
 
     def __getattr__(self, name: str) -> Any:
         """What the TE module lacks and the original has: its methods and properties."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            record = fused_record(self)
-            if record is None or name.startswith("__"):
-                raise
-            return getattr(record.role("owner")[0], name)
+        return attribute_of_owner(self, name)
 
     def _eager(self, record: Any, *args: Any, **kwargs: Any) -> Any:
         original = record.role("owner")[0]
@@ -260,12 +279,58 @@ def has_transposed(module: nn.Module) -> bool:
     return swapped and any(isinstance(op, Transpose) for op in _weights(module).ops)
 
 
+class BlockSite(TEState):
+    """Takes the place of a whole module, whose parts stay its children and run where TE cannot express the call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original."""
+        record = get_fused(self)
+        call = translate_call(record, args, kwargs) if record.enabled else None
+        if call is None:
+            record.fallbacks += record.enabled
+            owner = record.role("owner")[0]
+            owner.training = self.training
+            return type(owner).forward(owner, *args, **kwargs)
+        y = self.te_forward(*call.args, **call.kwargs)
+        record.ran((args, kwargs), y)
+        return (y, None) if call.pair else y
+
+    def te_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TE's own forward, in the precision of the plan."""
+        with self._precision():
+            y: torch.Tensor = super().forward(*args, **kwargs)
+        return y
+
+    def run_again(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The TE module for a call of the original, uncounted."""
+        call = translate_call(get_fused(self), args, kwargs)
+        assert call is not None  # it ran before
+        return self.te_forward(*call.args, **call.kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the TE module lacks and the original has: its attributes, methods and properties."""
+        return attribute_of_owner(self, name)
+
+
+class ExpertsSite(TEState):
+    """Tokens, expert indices and weights in, tokens out."""
+
+    def te_forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """The grouped forward, in the precision of the plan."""
+        with self._precision():
+            y: torch.Tensor = super().forward(*tensors)
+        return y
+
+
 _CLASSES: dict[tuple[str, str], type[TEState]] = {}
 _MIXINS: dict[type[Spec], type[TEState]] = {
     LinearSpec: LinearSite,
     LayerNormLinearSpec: LinearSite,
     LayerNormMLPSpec: MLPSite,
     DotProductAttentionSpec: TEState,
+    GroupedExpertsSpec: ExpertsSite,
+    MultiheadAttentionSpec: BlockSite,
+    TransformerLayerSpec: BlockSite,
 }
 
 

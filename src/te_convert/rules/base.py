@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from te_convert.match.blocks import Block
 from te_convert.match.candidate import Candidate
 from te_convert.match.groups import Found, Group
 from te_convert.match.guards import ALWAYS, BEFORE_PROBES, Guard
@@ -112,6 +113,20 @@ class FusionRule(ABC):
     @abstractmethod
     def propose(self, group: Group) -> Found:
         """Fusions of the group's modules, and why others were not made."""
+
+
+class BlockRule(ABC):
+    """Base of the rules that make one TE module of one module with everything inside it."""
+
+    id: ClassVar[str]
+
+    @abstractmethod
+    def looks_like(self, block: Block) -> bool:
+        """Cheap structural test: is this the rule's business at all?"""
+
+    @abstractmethod
+    def propose(self, block: Block) -> Found:
+        """A fusion of the module, or why there is none."""
 
 
 def _run(guards: tuple[Guard, ...], site: Candidate) -> tuple[Reason, ...]:

@@ -5,16 +5,28 @@ from __future__ import annotations
 from importlib import metadata
 
 from te_convert.errors import InputError
-from te_convert.rules.base import AnyRule, FusionRule, Rule
+from te_convert.rules.base import AnyRule, BlockRule, FusionRule, Rule
 from te_convert.rules.conv1d import Conv1DRule
+from te_convert.rules.experts import ExpertsRule
 from te_convert.rules.layer_norm import LayerNormRule
 from te_convert.rules.linear import LinearRule
 from te_convert.rules.norm_linear import NormLinearRule
 from te_convert.rules.norm_mlp import NormMLPRule
 from te_convert.rules.rms_norm import RMSNormRule
 from te_convert.rules.shared_linear import SharedLinearRule
+from te_convert.rules.torch_attention import TorchAttentionRule
+from te_convert.rules.torch_layer import TorchDecoderLayerRule, TorchEncoderLayerRule
+from te_convert.rules.transformer_block import TransformerBlockRule
 
 BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(), RMSNormRule())
+BLOCK_RULES: tuple[BlockRule, ...] = (
+    TorchEncoderLayerRule(),
+    TorchDecoderLayerRule(),
+    TorchAttentionRule(),
+    TransformerBlockRule(),
+    ExpertsRule(),
+)
+"""Asked about every module, outermost first; what one takes, nobody else sees."""
 FUSION_RULES: tuple[FusionRule, ...] = (NormMLPRule(), NormLinearRule(), SharedLinearRule())
 """In order of preference: what an earlier one takes, a later one does not see."""
 ENTRY_POINT_GROUP = "te_convert.rules"

@@ -17,12 +17,12 @@ from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.specs import LinearSpec
 from te_convert.rewrite.apply import Applied, Own, restore_parameters
 from te_convert.rewrite.fused import FusedRecord, Inputs, fused_record
-from te_convert.rewrite.site import Delegate, get_record
+from te_convert.rewrite.site import Delegate, Site, get_record
 from te_convert.verify.compare import MISMATCH, compare, error_ratio
 from te_convert.verify.model import Figures, SiteParity
 from te_convert.verify.perturb import perturbed
 from te_convert.verify.precision import Widen
-from te_convert.verify.tolerance import is_rounding, judge_float32, judge_float64, judge_ratio
+from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64, judge_ratio
 
 Run = Callable[[], torch.Tensor]
 _LOW = (torch.bfloat16, torch.float16)
@@ -146,6 +146,8 @@ class SiteRecorder:
         figures = compare(own, y)
         missed = not judge_float32(figures).passed
         record = site.__dict__[SITE_ATTRIBUTE]
+        if approximation_of(site):
+            return figures
         is_norm = not isinstance(record.decision.spec, LinearSpec)
         if record.backend != "reference" or figures.bit_equal or not (missed or is_norm):
             return figures
@@ -167,7 +169,9 @@ class SiteRecorder:
         """The site's comparison with its verdict."""
         figures, dtype = self.inexact.get(fqn, self.figures[fqn]), self.dtypes.get(fqn, "unknown")
         ratio = self.ratios.get(fqn)
+        approximation = approximation_of(site)
         exact = judge_float64(figures) if fqn in self.inexact else judge_float32(figures)
+        exact = judge_approximate(figures, approximation) if approximation else exact
         passed, bound = exact.passed, exact.bound
         if ratio is not None:
             judged = judge_ratio(*ratio)
@@ -201,12 +205,17 @@ class _FusionObserver:
         self.fqn, self.recorder = fqn, recorder
 
     def __call__(self, record: FusedRecord, inputs: Inputs, y: torch.Tensor) -> None:
-        own, held = self.recorder.taken.get(self.fqn), tree_map(_detached, inputs)
+        copies: dict[int, torch.Tensor] = {}  # one tensor given twice stays one tensor
+        own, held = self.recorder.taken.get(self.fqn), tree_map(lambda value: _detached(value, copies), inputs)
         self.recorder.ran(self.fqn, record.module, y, lambda: record.run_original(held, own), lambda: record.run_again(held))
 
 
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _detached(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if id(value) not in copies:
+        copies[id(value)] = value.detach().clone()
+    return copies[id(value)]
 
 
 class _Observer:
@@ -239,8 +248,26 @@ def as_original(applied: Applied, fqns: Collection[str]) -> Iterator[nn.Module]:
         yield root
 
 
+def approximation_of(site: nn.Module) -> str:
+    """What the caller allowed a site to compute approximately, or ""."""
+    found: str = getattr(site.__dict__[SITE_ATTRIBUTE].decision, "approximation", "")
+    return found
+
+
+def takes_one_tensor(site: nn.Module) -> bool:
+    """Whether a site can be compared on random input: it takes one tensor of a known width, or makes inputs itself."""
+    fused = fused_record(site)
+    if fused is not None and fused.sample_inputs() is not None:
+        return True
+    return isinstance(site, Site) and any(True for _ in site.parameters(recurse=False))
+
+
 def random_site_parity(fqn: str, site: nn.Module, own: Own | None = None) -> SiteParity:
     """Compare one site alone on seeded random input [4, width], with its 1-D parameters perturbed."""
+    fused = fused_record(site)
+    inputs = None if fused is None else fused.sample_inputs()
+    if fused is not None and inputs is not None:
+        return _sampled_parity(fqn, fused, inputs)
     parameter = next(iter(site.parameters()))
     width = int(getattr(site, "in_features", 0)) or int(parameter.shape[-1])
     forward = getattr(site, "te_forward", None) if fused_record(site) is not None else None
@@ -252,3 +279,14 @@ def random_site_parity(fqn: str, site: nn.Module, own: Own | None = None) -> Sit
         except Exception as error:
             recorder.failed(fqn, error)
     return recorder.verdict(fqn, site, random_input=True)
+
+
+def _sampled_parity(fqn: str, fused: FusedRecord, inputs: Inputs) -> SiteParity:
+    recorder = SiteRecorder()
+    with torch.no_grad():
+        try:
+            y = fused.run_again(inputs)
+            recorder.ran(fqn, fused.module, y, lambda: fused.run_original(inputs), lambda: fused.run_again(inputs))
+        except Exception as error:
+            recorder.failed(fqn, error)
+    return recorder.verdict(fqn, fused.module, random_input=True)

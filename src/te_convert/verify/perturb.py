@@ -15,7 +15,7 @@ from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import holder_of
 from te_convert.rewrite.site import is_converted
-from te_convert.weights.ops import Fill, Take, WeightOp
+from te_convert.weights.ops import Fill, Rows, Take, WeightOp
 
 AMOUNT = 0.15
 """Standard deviation of what is added; large against rounding, small enough that models stay finite."""
@@ -46,7 +46,8 @@ class OriginalParameters:
 
     def put(self, parts: list[torch.Tensor]) -> None:
         """Set the parameter's values from those of the original tensors."""
-        self.parameter.copy_(parts[0] if self.op is None else self.op.forward(parts))
+        whole = self.op is None or isinstance(self.op, Take | Rows)
+        self.parameter.copy_(parts[0] if self.op is None or whole else self.op.forward(parts))
 
 
 def original_parameters(model: nn.Module) -> Iterator[OriginalParameters]:
@@ -101,7 +102,7 @@ def perturbed(model: nn.Module, enabled: bool = True) -> Iterator[None]:
                 parameter = found.parameter
                 if found.is_vector and parameter.is_floating_point() and parameter.numel() > 0:
                     saved.append((parameter, parameter.detach().clone()))
-                    found.put([_moved(part, name) for part, name in zip(found.parts(), found.names, strict=True)])
+                    found.put([_moved(part, name, found.op) for part, name in zip(found.parts(), found.names, strict=True)])
         yield
     finally:
         with torch.no_grad():
@@ -109,7 +110,10 @@ def perturbed(model: nn.Module, enabled: bool = True) -> Iterator[None]:
                 parameter.copy_(value)
 
 
-def _moved(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, name: str, op: WeightOp | None) -> torch.Tensor:
+    """With the noise that the original tensor gets, of which ``tensor`` may be some rows."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(tensor.shape, generator=generator) * AMOUNT
+    size = op.total if isinstance(op, Rows) else tensor.shape[0]
+    noise = torch.randn(size, generator=generator) * AMOUNT
+    noise = op.forward([noise]) if isinstance(op, Rows) else noise
     return tensor + noise.to(tensor.device, tensor.dtype)

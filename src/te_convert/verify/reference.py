@@ -13,6 +13,7 @@ from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import iter_tensors
 from te_convert.verify.compare import Outputs, compare_outputs
 from te_convert.verify.model import Figures
+from te_convert.verify.padding import padding_mask
 from te_convert.verify.run import Setting, in_eval, run
 from te_convert.verify.variants import other_values, shape_variants
 
@@ -67,6 +68,8 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario]) -> Referen
         if plain is None:
             continue
         reference.runs.append(plain)
+        if padding_mask(model, scenario) is not None:
+            reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
         if not _finite(plain.outputs):
             reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
         if index == 0:

@@ -13,7 +13,9 @@ from te_convert.capture.preserve import mode, preserve_model, seed_all
 from te_convert.capture.run import SEED
 from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import iter_tensors
+from te_convert.rewrite.attention import exact_dropout
 from te_convert.verify.compare import Outputs
+from te_convert.verify.padding import hide_padding, padding_mask
 from te_convert.verify.perturb import perturbed
 from te_convert.verify.precision import widened
 
@@ -38,6 +40,7 @@ def prepared(model: nn.Module, scenario: Scenario, setting: Setting) -> Iterator
         stack.enter_context(torch.no_grad())
         stack.enter_context(preserve_model(model))
         stack.enter_context(mode(model, bool(scenario.training)))
+        stack.enter_context(exact_dropout())
         stack.enter_context(perturbed(model, setting.perturb))
         if setting.widen is not None:
             stack.enter_context(widened(model, setting.widen))
@@ -48,12 +51,15 @@ def prepared(model: nn.Module, scenario: Scenario, setting: Setting) -> Iterator
 def run(model: nn.Module, scenario: Scenario, setting: Setting) -> Outputs:
     """The floating and integer outputs of one run as (path, tensor), detached; eval mode unless the scenario says train.
 
+    Positions that the inputs mark as padding are zero.
+
     Raises:
         Exception: whatever the model raises.
     """
     with prepared(model, scenario, setting) as ready:
-        output = ready.call(model)
-        return [(path, tensor.detach().clone()) for path, tensor in iter_tensors(output)]
+        output, padded = ready.call(model), padding_mask(model, ready)
+        tensors = [(path, tensor.detach().clone()) for path, tensor in iter_tensors(output)]
+        return tensors if padded is None else [(path, hide_padding(tensor, padded)) for path, tensor in tensors]
 
 
 def in_eval(scenario: Scenario) -> Scenario:

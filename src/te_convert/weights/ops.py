@@ -184,6 +184,44 @@ class Take(Op):
 
 
 @dataclass(frozen=True)
+class Rows(Op):
+    """Some rows of a larger tensor, for instance the queries' of a packed [q; k; v].  All its blocks together are the source."""
+
+    op: ClassVar[str] = "rows"
+    source: str
+    dest: str
+    start: int
+    count: int
+    total: int
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The larger tensor."""
+        return (self.source,)
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The rows, a view.
+
+        Raises:
+            ValueError: the source has another size than planned.
+        """
+        if tensors[0].shape[0] != self.total:
+            raise ValueError(f"{self.source} has {tensors[0].shape[0]} rows, planned were {self.total}")
+        return tensors[0].narrow(0, self.start, self.count)
+
+    def part(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """The rows themselves; :meth:`WeightMap.restore` joins all blocks."""
+        return tensor
+
+
+def gather(ops: Sequence[Op], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A source tensor from what each operation that uses it has of it."""
+    if isinstance(ops[0], Take):
+        return torch.stack(list(parts))
+    return torch.cat(list(parts)) if isinstance(ops[0], Rows) else parts[0]
+
+
+@dataclass(frozen=True)
 class Fill(Op):
     """A frozen constant of the given length that TE needs and the original lacks (a norm's missing bias)."""
 
@@ -198,8 +236,8 @@ class Fill(Op):
         return ()
 
 
-WeightOp = Move | Transpose | Concat | SwapHalves | Take | Fill
-_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Concat, SwapHalves, Take, Fill)}
+WeightOp = Move | Transpose | Concat | SwapHalves | Take | Rows | Fill
+_OPS: dict[str, type[WeightOp]] = {cls.op: cls for cls in (Move, Transpose, Concat, SwapHalves, Take, Rows, Fill)}
 
 
 @dataclass(frozen=True)
@@ -210,7 +248,7 @@ class WeightMap:
 
     def __post_init__(self) -> None:
         dests = [op.dest for op in self.ops]
-        sources = [(source, getattr(op, "index", 0)) for op in self.ops for source in op.sources]
+        sources = [(source, getattr(op, "index", getattr(op, "start", 0))) for op in self.ops for source in op.sources]
         if len(set(dests)) != len(dests) or len(set(sources)) != len(sources):
             raise ValueError(f"a weight map uses a tensor twice: {self.ops}")
 
@@ -253,7 +291,7 @@ class WeightMap:
         if not ops:
             raise KeyError(source)
         parts = [op.part(get(op.dest), op.sources.index(source)) for op in ops]
-        return torch.stack(parts) if isinstance(ops[0], Take) else parts[0]
+        return gather(ops, parts)
 
     def using(self, source: str) -> tuple[WeightOp, ...]:
         """The operations that take a source tensor: one, or all entries of a stacked one."""

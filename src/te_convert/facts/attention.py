@@ -1,0 +1,148 @@
+"""What Transformers' attention functions compute: found by name where it is Transformers' own business, else by a numeric probe."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from te_convert.facts.stand_in import ProbeError, relative_error
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""(module, query, key, value [b, heads, s, d], attention_mask, scaling=, dropout=, ...) → (output [b, s, h, d], weights)."""
+
+NAMES = {"sdpa": "te_convert", "eager": "te_convert_eager"}
+"""Transformers' implementation → the name under which this package registers its stand-in."""
+
+IGNORED_TENSORS = frozenset(
+    {"position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "labels"}
+)
+"""Tensor arguments that Transformers passes through every layer and that SDPA and eager attention do not read."""
+
+UNDERSTOOD = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "softcap"})
+"""Arguments whose meaning is known."""
+
+_TOLERANCE = 1e-4
+
+
+def base_implementation(name: str) -> str:
+    """The implementation that a name stands for: ``te_convert`` → ``sdpa``; any other name is itself."""
+    return next((base for base, ours in NAMES.items() if ours == name), name)
+
+
+def own_function(module: nn.Module, implementation: str) -> AttentionFunction | None:
+    """The function that a module's forward would get under an implementation, or None.
+
+    It is looked up as the forward does: in the interface and with the eager function that the forward's own file holds, since a
+    model may bring its own of either.
+    """
+    names: dict[str, Any] = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+    common = sys.modules.get("transformers.modeling_utils")
+    interface = names.get("ALL_ATTENTION_FUNCTIONS", getattr(common, "ALL_ATTENTION_FUNCTIONS", None))
+    found: AttentionFunction | None
+    if implementation == "eager":
+        found = names.get("eager_attention_forward")
+    else:
+        found = None if interface is None else interface.get(implementation)
+    return found
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What all recorded calls of a module have in common.
+
+    Attributes:
+        heads: heads of the queries; ``groups`` of keys and values.
+        channels: size of a head of queries and keys, and of values.
+        scale: factor of the scores.
+        softcap: bound of the scores, 0 for none.
+    """
+
+    heads: int
+    groups: int
+    channels: tuple[int, int]
+    scale: float
+    softcap: float
+
+
+def is_understood(function: AttentionFunction, tensors: tuple[str, ...], options: Mapping[str, Any]) -> str:
+    """Why a call's further arguments may change the result in a way that is not known, or "".
+
+    Args:
+        function: the attention function.
+        tensors: names of further arguments that hold tensors.
+        options: further plain arguments.
+    """
+    unknown = [name for name in tensors if name not in IGNORED_TENSORS]
+    if unknown:
+        return f"tensors {', '.join(unknown)}"
+    names = _parameters(function)
+    read = [name for name in (*options, *tensors) if name in names and name not in UNDERSTOOD]
+    return f"{', '.join(read)} of {getattr(function, '__name__', 'the attention function')}" if read else ""
+
+
+def _parameters(function: AttentionFunction) -> frozenset[str]:
+    try:
+        return frozenset(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
+
+
+def compared_names(source: str) -> frozenset[str]:
+    """Implementations that a model's source compares its own with, and would take another way under another name."""
+    found: set[str] = set()
+    for match in re.finditer(
+        r"_attn_implementation\s*(?:==|!=|(?:not\s+)?in\b)\s*(\([^)]*\)|\[[^\]]*\]|\{[^}]*\}|[\"'][^\"']*[\"'])", source
+    ):
+        found.update(re.findall(r"[\"']([^\"']*)[\"']", match.group(1)))
+    return frozenset(found)
+
+
+def probe_attention(
+    function: AttentionFunction, module: nn.Module, facts: AttentionFacts, implementation: str, options: Mapping[str, Any]
+) -> None:
+    """Check that a function is softmax attention with these facts, on random tensors, without and with a mask.
+
+    Without a mask SDPA is causal where the module is, and eager attention is full.
+
+    Raises:
+        ProbeError: it computes something else; the message says what was seen.
+    """
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(facts.heads, facts.channels[0]), (facts.groups, facts.channels[0]), (facts.groups, facts.channels[1])]
+    query, key, value = (torch.randn(2, h, 5, d, generator=generator, device="cpu") for h, d in sizes)
+    keep = torch.rand(2, 1, 5, 5, generator=generator) > 0.3
+    keep |= torch.eye(5, dtype=torch.bool)
+    causal = implementation == "sdpa" and bool(options.get("is_causal", getattr(module, "is_causal", True)))
+    plain = torch.ones(5, 5, dtype=torch.bool).tril() if causal else torch.ones(5, 5, dtype=torch.bool)
+    added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
+    given = {name: value for name, value in options.items() if name != "output_attentions"}
+    for mask, visible in ((None, plain), (keep if implementation == "sdpa" else added, keep)):
+        try:
+            with torch.no_grad():
+                output = function(module, query, key, value, mask, scaling=facts.scale, dropout=0.0, **given)[0]
+        except Exception as error:
+            raise ProbeError(f"it raised {type(error).__name__}: {error}") from error
+        expected = _attention(query, key, value, facts, visible)
+        if output.shape != expected.shape:
+            raise ProbeError(f"its output is {list(output.shape)}, not {list(expected.shape)}")
+        difference = relative_error(output, expected)
+        if not difference <= _TOLERANCE:
+            where = "under a mask" if mask is not None else "without a mask"
+            raise ProbeError(f"it differs from softmax attention by {difference:.1e} {where}")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts, visible: Tensor) -> Tensor:
+    """softmax(cap(scale · q @ k.T)) @ v, as [b, s, h, d]."""
+    repeats = facts.heads // facts.groups
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = facts.scale * (query @ key.transpose(-1, -2))
+    if facts.softcap:
+        scores = facts.softcap * torch.tanh(scores / facts.softcap)
+    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)

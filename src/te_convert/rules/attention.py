@@ -1,0 +1,53 @@
+"""The attention of a Transformers model  ->  te.DotProductAttention.
+
+    attention(module, q, k, v, mask, scaling=, dropout=)        q [b, h, s, d], k and v [b, groups, s, d]
+    te.DotProductAttention(q, k, v)                             the same as [b, s, heads, d]
+
+The module stays: the function that it asks Transformers for is exchanged, together with the one that makes its masks.
+"""
+
+from __future__ import annotations
+
+from te_convert.match.attention import AttentionSite, check_attention, softmax_scale
+from te_convert.match.fusion import Fusion, Member
+from te_convert.reasons import Reason
+from te_convert.replacements.specs import DotProductAttentionSpec, dtype_name
+from te_convert.weights.ops import WeightMap
+
+
+class AttentionRule:
+    """Softmax attention that was seen to go through Transformers' AttentionInterface."""
+
+    id = "attention"
+    kind = "Attention"
+
+    def propose(self, found: AttentionSite) -> tuple[DotProductAttentionSpec | None, tuple[Reason, ...]]:
+        """The replacement's constructor facts (None when the calls disagree), and every reason against it."""
+        facts, reasons = check_attention(found)
+        if facts is None:
+            return None, reasons
+        spec = DotProductAttentionSpec(
+            num_attention_heads=facts.heads,
+            kv_channels=facts.channels,
+            num_gqa_groups=facts.groups,
+            softmax_scale=softmax_scale(facts),
+            attention_dropout=found.dropout,
+            dtype=dtype_name(found.calls[0].dtype),
+            softcap=facts.softcap,
+        )
+        return spec, reasons
+
+    def fusion(self, found: AttentionSite, spec: DotProductAttentionSpec) -> Fusion:
+        """The TE module as a child of the attention module."""
+        fqn, module = found.site.fqn, found.site.module
+        name = "core_attention"
+        while hasattr(module, name):
+            name += "_"
+        return Fusion(
+            fqn=f"{fqn}.{name}" if fqn else name,
+            scope=fqn,
+            rule=self.id,
+            members=(Member("attention", fqn),),
+            spec=spec,
+            weights=WeightMap(()),
+        )

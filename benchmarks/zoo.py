@@ -1,9 +1,9 @@
 """Convert many architectures, built tiny from their configs, and count what happened.
 
-    python benchmarks/zoo.py                      # every Transformers architecture that can be shrunk and run
-    python benchmarks/zoo.py --only bert,llama --json zoo.json
+    python benchmarks/zoo.py                                # Transformers, timm and hand-written models
+    python benchmarks/zoo.py --source transformers --only bert,llama --json zoo.json
 
-One line per architecture: sites, outcomes, parity, seconds; then totals.  No weights are downloaded.
+One JSON line per model: sites, outcomes, parity, gradients, seconds; then the totals of the README.  No weights are downloaded.
 """
 
 from __future__ import annotations
@@ -15,115 +15,161 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from torch import nn
+from zoo_models import HAND, TIMM, architectures, build, build_hand, build_timm
 
 import te_convert
 
-_SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "decoder_hidden_size"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth"), 2),
-    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_hidden_groups"), 2),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
-    ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 128),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("vocab_size", "text_vocab_size"), 99),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok",), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim"), 16),
-    **dict.fromkeys(("image_size",), 32),
-    **dict.fromkeys(("patch_size",), 8),
-    **dict.fromkeys(("embedding_size", "d_embed", "emb_dim", "word_embed_proj_dim", "projection_dim"), 64),
-}
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id")
+Row = dict[str, Any]
+_NOT_FUSED = {"fusion.calls-differ", "fusion.crosses-block", "fusion.tied"}
 
 
-def shrink(config: Any) -> Any:
-    """Set every size that the config (or a nested one) has to something small."""
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            shrink(value)
-        elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool):
-            setattr(config, name, min(value, _SMALL[name]) if name in ("num_hidden_layers", "n_layer") else _SMALL[name])
-        elif name in _TOKENS and isinstance(value, int):
-            setattr(config, name, min(value, 1))
-        elif name == "layer_types" and isinstance(value, list):
-            setattr(config, name, value[:2])
-    return config
-
-
-def architectures() -> list[str]:
-    """Config names for which AutoModel knows a class."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
-
-    return [name for name in CONFIG_MAPPING if name in MODEL_MAPPING_NAMES]
-
-
-def build(name: str) -> torch.nn.Module:
-    """A tiny model of an architecture, seeded, in eval mode."""
-    from transformers import AutoConfig, AutoModel
-
-    torch.manual_seed(0)
-    return AutoModel.from_config(shrink(AutoConfig.for_model(name))).eval()
-
-
-def convert_one(name: str, limit_params: int) -> dict[str, Any]:
-    """Build, convert, count."""
+def convert_one(source: str, name: str, limit_params: int) -> Row:
+    """Build, convert, compare gradients, count."""
+    head = {"source": source, "name": name}
     try:
-        model = build(name)
+        model, inputs = {"transformers": lambda n: (build(n), None), "timm": build_timm, "hand": build_hand}[source](name)
         size = sum(p.numel() for p in model.parameters())
         if size > limit_params:
-            return {"name": name, "status": "too-large", "params": size}
+            return {**head, "status": "too-large", "params": size}
     except Exception as error:
-        return {"name": name, "status": "not-built", "error": f"{type(error).__name__}: {error}"[:200]}
+        return {**head, "status": "not-built", "error": f"{type(error).__name__}: {error}"[:200]}
+    perturb(model)
     start = time.perf_counter()
     try:
-        result = te_convert.convert(model)
+        result = te_convert.convert(model, inputs)
     except Exception as error:
-        return {"name": name, "status": "CRASH", "error": f"{error!r}"[:300], "traceback": traceback.format_exc()[-1500:]}
-    report = result.report
+        return {**head, "status": "CRASH", "error": f"{error!r}"[:300], "traceback": traceback.format_exc()[-1500:]}
+    seconds, report = time.perf_counter() - start, result.report
     return {
-        "name": name,
+        **head,
         "status": "ok" if report.scenarios else "no-run",
-        "seconds": round(time.perf_counter() - start, 2),
+        "seconds": round(seconds, 2),
         "parity": report.parity.status,
-        "converted": len(result.plan.converting),
+        "min_sqnr": min((s.figures.sqnr_db for s in report.parity.scenarios), default=None),
+        "gradients": compare_gradients(model, result.model, inputs) if report.parity.passed else None,
+        **count(report),
+        "fusions": Counter(f.spec.name for f in result.plan.fusions),
         "outcomes": Counter(str(d.outcome) for d in result.plan),
         "reasons": Counter(r.code for d in result.plan for r in d.reasons),
+        "idle": [fqn for fqn, calls in report.parity.executed.items() if not calls],
+        "fallbacks": sum(report.parity.fallbacks.values()),
         "reverted": [site.to_dict() for site in report.parity.reverted],
-        "min_sqnr": min((s.figures.sqnr_db for s in report.parity.scenarios), default=None),
         "notes": list(report.notes),
+    }
+
+
+def perturb(model: nn.Module) -> None:
+    """Move norms and biases from their defaults."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1 and parameter.is_floating_point():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.15)
+
+
+def count(report: Any) -> Row:
+    """[converted, eligible] of Linears, norms that feed Linears alone, and attention modules."""
+    linears = [s for s in report.sites if s.kind in ("Linear", "Conv1D") and s.calls]
+    norms = [s for s in report.sites if s.kind in ("LayerNorm", "RMSNorm") and s.calls and str(s.outcome) != "REFUSED"]
+    fusable = [s for s in norms if str(s.outcome) == "FUSED" or _NOT_FUSED & {r.code for r in s.reasons}]
+    attention = [s for s in report.sites if s.kind == "Attention" or s.class_name == "MultiheadAttention"]
+    done = ("CONVERTED", "FUSED")
+    return {
+        "linears": [sum(str(s.outcome) in done for s in linears), len(linears)],
+        "norms": [sum(str(s.outcome) == "FUSED" for s in fusable), len(fusable)],
+        "attention": [sum(str(s.outcome) in done for s in attention), len(attention)],
+    }
+
+
+def compare_gradients(model: nn.Module, converted: nn.Module, inputs: Any) -> float | str:
+    """Largest gradient difference over the largest gradient of its parameter (floor: 1e-3 of the largest of all)."""
+    scenario = inputs
+    if scenario is None:
+        from te_convert.capture.inputs import derive_scenario
+
+        derived = derive_scenario(model)
+        assert derived is not None  # the conversion ran on it
+        scenario = (derived.args, derived.kwargs)
+    args, kwargs = scenario if len(scenario) == 2 and isinstance(scenario[1], dict) else (scenario, {})
+    found = []
+    try:
+        for each in (model, converted):
+            torch.manual_seed(0)
+            output = each(*args, **kwargs)
+            tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
+            sum(t.float().square().mean() for t in tensors).backward()
+            original = te_convert.revert(each)
+            found.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:160]
+    one, other = found
+    floor = 1e-3 * max((float(g.abs().max()) for g in one.values()), default=0.0)
+    return max((float((g - other[n]).abs().max()) / max(float(g.abs().max()), floor, 1e-30) for n, g in one.items()), default=0.0)
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Every tensor of nested outputs."""
+    from te_convert.capture.tensors import iter_tensors
+
+    return [tensor for _, tensor in iter_tensors(output)]
+
+
+def models(source: str, only: list[str], shard: str) -> Iterator[tuple[str, str]]:
+    """(source, name) of the models asked for."""
+    index, total = map(int, shard.split("/"))
+    names = {"transformers": architectures, "timm": lambda: TIMM, "hand": lambda: HAND}
+    for each in names if source == "all" else (source,):
+        yield from ((each, name) for name in only or list(names[each]())[index::total])
+
+
+def totals(rows: list[Row]) -> Row:
+    """The figures of the README."""
+    ran = [row for row in rows if row["status"] == "ok"]
+    sums = {key: [sum(row[key][i] for row in ran) for i in (0, 1)] for key in ("linears", "norms", "attention")}
+    numbers = [row["gradients"] for row in ran if isinstance(row["gradients"], float)]
+    return {
+        "models": len(rows),
+        "status": dict(Counter(row["status"] for row in rows)),
+        "parity": dict(Counter(row["parity"] for row in ran)),
+        **{key: f"{a} of {b} ({a / max(b, 1):.1%})" for key, (a, b) in sums.items()},
+        "fusions": dict(sum((Counter(row["fusions"]) for row in ran), Counter())),
+        "reverted": sum(len(row["reverted"]) for row in ran),
+        "sqnr below 90": [row["name"] for row in ran if row["min_sqnr"] is not None and row["min_sqnr"] < 90],
+        "gradients": {
+            "compared": len(numbers),
+            "within 1e-4": sum(g <= 1e-4 for g in numbers),
+            "worst": max(numbers, default=None),
+        },
+        "gradients not compared": {r["name"]: r["gradients"] for r in ran if isinstance(r["gradients"], str)},
+        "reasons": dict(sum((Counter(row["reasons"]) for row in ran), Counter()).most_common()),
     }
 
 
 def main() -> None:
     """Run, print, sum up."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="comma-separated config names")
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th architecture, starting with the i-th")
+    parser.add_argument("--source", default="all", choices=["all", "transformers", "timm", "hand"])
+    parser.add_argument("--only", default="", help="comma-separated names")
+    parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, starting with the i-th")
     parser.add_argument("--limit-params", type=int, default=30_000_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    index, count = map(int, args.shard.split("/"))
-    names = [n for n in args.only.split(",") if n] or architectures()[index::count]
     rows = []
-    for name in names:
-        row = convert_one(name, args.limit_params)
-        rows.append(row)
-        print(json.dumps(row, default=str), flush=True)
+    for source, name in models(args.source, [n for n in args.only.split(",") if n], args.shard):
+        rows.append(convert_one(source, name, args.limit_params))
+        print(json.dumps(rows[-1], default=str), flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1, default=str))
-    print("status", dict(Counter(row["status"] for row in rows)), "parity", dict(Counter(row.get("parity", "-") for row in rows)))
+    print(json.dumps(totals(rows), indent=1, default=str))
 
 
 if __name__ == "__main__":

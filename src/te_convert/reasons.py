@@ -296,9 +296,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         "The layer has dropout where te.TransformerLayer has none, so it is converted in parts.",
         "set dropout to 0 to convert the layer as a whole",
     ),
-    ReasonCode.ATTENTION_FORM: ReasonInfo(
-        _A, "The attention module has a form that te.MultiheadAttention lacks.", "nothing to do"
-    ),
+    ReasonCode.ATTENTION_FORM: ReasonInfo(_A, "The attention module has a form that te.MultiheadAttention lacks.", "nothing to do"),
     ReasonCode.ATTENTION_MIXED: ReasonInfo(
         _A,
         "The recorded calls are not all self-attention, or not all attention to one other tensor.",

@@ -12,9 +12,11 @@ import te_convert
 from te_convert.rewrite.apply import restore_site
 from te_convert.rewrite.fused import get_fused
 from te_convert.rewrite.site import is_converted
-from tests.rewrite.rewrite_samples import FUSE, converted, floats, perturb
+from tests.rewrite.rewrite_samples import converted, floats, perturb
 
 INPUTS = (floats(2, 5, 16),)
+FUSED: dict[str, Any] = {"include": ["*norm2", "*linear1", "*linear2"]}
+"""The norm before an MLP fuses with its first Linear, and nothing else does."""
 
 
 def encoder(depth: int = 2, norm_first: bool = False) -> Any:
@@ -29,7 +31,7 @@ def switches(model: Any) -> list[int]:
 def test_replacements_run_in_eval_without_gradients() -> None:
     model = perturb(encoder())
     expected = model(*INPUTS)
-    root = converted(model, INPUTS)
+    root = converted(model, INPUTS, fuse=False)
     forward, seen = type(root.layers[0].linear1).forward, list[int]()
 
     class Counted(type(root.layers[0].linear1)):  # type: ignore[misc]
@@ -47,7 +49,7 @@ def test_replacements_run_in_eval_without_gradients() -> None:
 def test_a_fusion_runs_in_eval_without_gradients() -> None:
     model = perturb(encoder(norm_first=True))
     expected = model(*INPUTS)
-    root = converted(model, INPUTS)
+    root = converted(model, INPUTS, **FUSED)
     records = [get_fused(layer.layernorm_linear1) for layer in root.layers]
     before = [record.executed for record in records]
     with torch.no_grad():
@@ -56,13 +58,16 @@ def test_a_fusion_runs_in_eval_without_gradients() -> None:
     assert {record.fallbacks for record in records} == {0}
 
 
-@FUSE
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_revert_restores_the_switch(norm_first: bool, fuse: bool) -> None:
+@pytest.mark.parametrize(
+    ("norm_first", "options"),
+    [(False, {"fuse": False}), (True, {"fuse": False}), (True, FUSED)],
+    ids=["post-norm leaf", "pre-norm leaf", "fused"],
+)
+def test_revert_restores_the_switch(norm_first: bool, options: dict[str, Any]) -> None:
     model = encoder(norm_first=norm_first)
     before = switches(model)
     assert 0 not in before
-    root = converted(model, INPUTS, fuse=fuse)
+    root = converted(model, INPUTS, **options)
     assert switches(root) == [0, 0]
     assert switches(te_convert.revert(root)) == before
 
@@ -70,7 +75,7 @@ def test_revert_restores_the_switch(norm_first: bool, fuse: bool) -> None:
 def test_the_switch_stays_off_while_a_member_of_a_fusion_is_a_child() -> None:
     model = encoder(1, norm_first=True)
     before = switches(model)
-    root = converted(model, INPUTS, include=["*norm2", "*linear1", "*linear2"])
+    root = converted(model, INPUTS, **FUSED)
     for name in ("layers.0.linear2", "layers.0.layernorm_linear1"):
         assert switches(root) == [0]
         restore_site(root, root.get_submodule(name))

@@ -19,7 +19,7 @@ from te_convert.rewrite.apply import apply_plan
 from te_convert.rewrite.fused import get_fused
 from te_convert.rewrite.loans import is_borrower
 from te_convert.rewrite.site import is_converted
-from tests.rewrite.rewrite_samples import plan_of, snapshot
+from tests.rewrite.rewrite_samples import contents, plan_of
 from tests.rewrite.trap_samples import (
     Net,
     One,
@@ -126,13 +126,13 @@ def test_trap_11_undo_brings_back_every_object_bit_for_bit(ran: bool) -> None:
     model = perturb(Net())
     if ran:
         model(x_of()).sum().backward()
-    before = snapshot(model)
+    before = contents(model)
     applied = apply_plan(model, plan_of(model, (x_of(),)), "reference")
     assert sum(map(is_borrower, model.modules())) > 8
     if ran:
         model(x_of())
     applied.undo_all()
-    assert snapshot(model) == before
+    assert contents(model) == before
 
 
 def test_trap_11_undo_of_one_fusion_leaves_the_others() -> None:
@@ -271,7 +271,7 @@ def test_trap_12_replacing_a_borrowed_parameter_is_refused_with_a_way_out() -> N
 def test_trap_12_an_optimizer_made_after_the_conversion_trains_as_the_original() -> None:
     made = pair(Net(1), fused=3)
     for model in made.both():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(4):
             optimizer.zero_grad()
             model(x_of(seed=step)).square().mean().backward()
@@ -279,5 +279,5 @@ def test_trap_12_an_optimizer_made_after_the_conversion_trains_as_the_original()
             optimizer.step()
     state = te_convert.original_state_dict(made.model)
     for name, tensor in made.original.state_dict().items():
-        assert relative_error(state[name], tensor) <= 2e-3, name
-    assert relative_error(made.model(x_of()), made.original(x_of())) <= 2e-3
+        assert relative_error(state[name], tensor) <= 1e-4, name
+    assert relative_error(made.model(x_of()), made.original(x_of())) <= 1e-4

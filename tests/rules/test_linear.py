@@ -194,7 +194,7 @@ def test_weight_also_read_elsewhere_is_an_advice() -> None:
 def test_out_proj_of_multihead_attention(recorded: bool) -> None:
     attention = nn.MultiheadAttention(8, 2)
     x = torch.randn(3, 1, 8)
-    plan = plan_of(attention, (x, x, x) if recorded else None)
+    plan = plan_of(attention, (x, x, x) if recorded else None, fuse=False)
     assert plan.get("out_proj").outcome is Outcome.REFUSED
     assert codes(plan.get("out_proj"))[0] == "module.weight-read-elsewhere"
 

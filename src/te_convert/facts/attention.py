@@ -20,6 +20,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 NAMES = {"sdpa": "te_convert", "eager": "te_convert_eager"}
 """Transformers' implementation → the name under which this package registers its stand-in."""
 
+DIRECT = "direct"
+"""Stands for an implementation where a module calls torch's scaled_dot_product_attention itself."""
+
 IGNORED_TENSORS = frozenset(
     {"position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "labels"}
 )

@@ -16,6 +16,7 @@ from torch import nn
 from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import Capture
 from te_convert.facts.attention import (
+    DIRECT,
     AttentionFacts,
     base_implementation,
     compared_names,
@@ -39,11 +40,13 @@ class AttentionSite:
         site: the module with what was observed.
         calls: its calls of attention functions over all scenarios.
         owners: the enclosing Transformers models, outermost first.
+        obstacle: why a module that calls torch's function itself cannot be made to call another, or "".
     """
 
     site: Candidate
     calls: tuple[AttentionCall, ...]
     owners: tuple[nn.Module, ...]
+    obstacle: str = ""
 
     @property
     def implementation(self) -> str:
@@ -76,10 +79,13 @@ def _owners(modules: dict[str, nn.Module], fqn: str) -> tuple[nn.Module, ...]:
 def check_attention(found: AttentionSite) -> tuple[AttentionFacts | None, tuple[Reason, ...]]:
     """What the calls have in common (None when they disagree), and every reason against the replacement."""
     facts, problem = _facts(found)
-    reasons = [*_check_model(found), *_check_calls(found)]
+    direct = found.implementation == DIRECT
+    reasons = [*([] if direct else _check_model(found)), *_check_calls(found)]
+    if found.obstacle:
+        reasons.append(reason(ReasonCode.ATTENTION_NOT_SWITCHABLE, found.obstacle))
     if facts is None:
         return None, (*reasons, reason(ReasonCode.ATTENTION_CALLS_DIFFER, problem))
-    if not reasons:
+    if not reasons and not direct:
         reasons += _check_function(found, facts)
     return facts, tuple(reasons)
 

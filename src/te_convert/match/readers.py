@@ -105,6 +105,7 @@ def find_readers(
         training: the model's own mode, for scenarios that leave it.
     """
     seen: tuple[str, ...] | None = None
+    problem = ""
     others: dict[str, None] = {}
     contiguous: set[str] = set()
     for recording in capture.recordings:
@@ -119,18 +120,18 @@ def find_readers(
             others |= {_describe(user): None for user in users if user not in found}
             names = tuple(str(user.target) for user in sorted(found, key=order.__getitem__))
             if len(set(names)) != len(names):
-                return Readers(names, problem="a Linear reads the same output twice")
-            if seen is not None and set(seen) != set(names):
-                return Readers(seen, problem="its calls have different readers")
+                problem = "a Linear reads the same output twice"
+            elif seen is not None and set(seen) != set(names):
+                problem = "its calls have different readers"
             seen = names if seen is None else seen
             for user in found:
                 read[str(user.target)] += 1
                 if needs_contiguous(user):
                     contiguous.add(str(user.target))
         stray = _stray_calls(recording, read, seen or ())
-        if stray:
-            return Readers(seen or (), problem=f"{stray} also reads something else")
-    return Readers(seen or (), tuple(others), contiguous=frozenset(contiguous))
+        if stray and not problem:
+            problem = f"{stray} also reads something else"
+    return Readers(seen or (), tuple(others), problem, frozenset(contiguous))
 
 
 def _stray_calls(recording: Recording, read: dict[str, int], names: tuple[str, ...]) -> str:

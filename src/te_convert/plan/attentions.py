@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from te_convert.config import ConvertConfig
 from te_convert.facts.flops import attention_flops
 from te_convert.match.attention import AttentionSite, find_attention
 from te_convert.match.candidate import Candidate
+from te_convert.match.direct_attention import find_direct_attention
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import MEMBER_ATTRIBUTE, CallShape, Decision, Outcome
 from te_convert.plan.pins import excluded
@@ -32,7 +34,9 @@ def attention_decisions(
     if not config.fuse:
         return decisions, ()
     flops = attention_flops(capture.recordings[0]) if capture.recordings else {}
-    for fqn, found in find_attention(dict(model.named_modules()), capture, candidates).items():
+    modules = dict(model.named_modules())
+    sites = find_attention(modules, capture, candidates) | find_direct_attention(modules, capture, candidates)
+    for fqn, found in sites.items():
         if MEMBER_ATTRIBUTE in found.site.module.__dict__:
             continue
         spec, reasons = _propose(found)
@@ -45,6 +49,31 @@ def attention_decisions(
             fusions.append(_RULE.fusion(found, spec))
             decisions[fqn] = _decision(found, Outcome.CONVERTED, spec, reasons, flops.get(fqn, 0), fusions[-1].fqn)
     return decisions, tuple(fusions)
+
+
+def settle_attention(
+    changed: dict[str, Decision], fusions: Sequence[Fusion], decisions: dict[str, Decision], own: Sequence[Fusion]
+) -> tuple[Fusion, ...]:
+    """The attention fusions that stay: not those inside a module that becomes one TE module as a whole.
+
+    Args:
+        changed: decisions that other fusions changed; those of attention modules that give way are added.
+        fusions: the other fusions.
+        decisions: of attention modules.
+        own: attention fusions.
+    """
+    whole = {owner: fusion for fusion in fusions if (owner := fusion.member("owner")) is not None}
+    kept = []
+    for fusion in own:
+        around = next((other for owner, other in whole.items() if not owner or f"{fusion.scope}.".startswith(f"{owner}.")), None)
+        if around is None:
+            kept.append(fusion)
+            continue
+        before = changed.get(fusion.scope, decisions[fusion.scope])
+        changed[fusion.scope] = replace(
+            before, outcome=Outcome.FUSED, rule=around.rule, spec=around.spec, weights=None, fused_into=around.fqn
+        )
+    return tuple(kept)
 
 
 def _propose(found: AttentionSite) -> tuple[DotProductAttentionSpec | None, tuple[Reason, ...]]:

@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import NAMES, AttentionFunction, base_implementation, own_function
+from te_convert.facts.attention import DIRECT, NAMES, AttentionFunction, base_implementation, own_function
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.reference.unsupported import NotSupportedError
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.attention_call import AttentionInput, AttentionRun, find_masking, fits_module, understands
 from te_convert.rewrite.attention_masks import mask_function
+from te_convert.rewrite.direct_attention import RECORD, DirectAttention, torch_attention
 from te_convert.rewrite.fused import FusedRecord, Inputs
 from te_convert.rewrite.lazy import can_defer
-
-RECORD = "_te_convert_attention"
-"""Where an attention module keeps its record."""
+from te_convert.rewrite.loans import give_back, is_borrower, lend
 
 _NO_BACKEND = "No dot product attention backend is available"
 _EXACT: ContextVar[bool] = ContextVar("te_convert_exact_dropout", default=False)
@@ -56,6 +55,11 @@ class AttentionRecord(FusedRecord):
     def owner(self) -> Any:
         """The attention module."""
         return self.members[0][1]
+
+    @property
+    def is_direct(self) -> bool:
+        """The module calls torch's function itself."""
+        return self.decision.rule == "sdpa"
 
     def attend(self, call: AttentionInput) -> Tensor | None:
         """The TE module's output [b, s, h, d], counted and observed; None, counted, where it cannot compute the same."""
@@ -117,7 +121,7 @@ class AttentionRecord(FusedRecord):
             torch.randn(2, heads, 7, spec.kv_channels[i], generator=generator).to(device, getattr(torch, spec.dtype))
             for heads, i in sizes
         )
-        base = base_implementation(owner.config._attn_implementation)
+        base = DIRECT if self.is_direct else base_implementation(owner.config._attn_implementation)
         options = {"softcap": spec.softcap} if spec.softcap else {}
         function = self.original_function(base)
         call = AttentionInput(owner, query, key, value, None, spec.softmax_scale, 0.0, options, base, function)
@@ -127,6 +131,8 @@ class AttentionRecord(FusedRecord):
 
     def original_function(self, base: str) -> AttentionFunction:
         """The function that the module's forward would call if it had not been converted."""
+        if self.is_direct:
+            return torch_attention
         if self.function is None:
             self.function = _original(self.owner, base)
         return self.function
@@ -207,10 +213,19 @@ def register() -> None:
 
 
 def attach(root: nn.Module, record: AttentionRecord) -> None:
-    """Let an attention module ask for the stand-in, by the name in its config and in those of the models around it."""
-    register()
+    """Let an attention module ask for the stand-in, by the name in its config and in those of the models around it.
+
+    Raises:
+        ValueError: the module belongs to another fusion.
+    """
     module: Any = record.owner
     module.__dict__[RECORD] = record
+    if record.is_direct:
+        if is_borrower(module):
+            raise ValueError(f"{record.decision.scope} is part of another fusion")
+        lend(module, DirectAttention, {})
+        return
+    register()
     holders = [module, *_enclosing(root, record.decision)]
     for config in {id(holder.config): holder.config for holder in holders}.values():
         base = base_implementation(config._attn_implementation)
@@ -232,6 +247,8 @@ def _enclosing(root: nn.Module, fusion: Fusion) -> Iterator[Any]:
 def detach(root: nn.Module, record: AttentionRecord) -> None:
     """Undo :func:`attach`; a config gets its implementation back when no other site of the model needs the stand-in."""
     record.owner.__dict__.pop(RECORD, None)
+    if record.is_direct and is_borrower(record.owner):
+        give_back(record.owner, {})
     others = [other for module in root.modules() if isinstance(other := module.__dict__.get(SITE_ATTRIBUTE), AttentionRecord)]
     for config in record.configs:
         if not any(config is needed for other in others if other is not record for needed in other.configs):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import AttentionFunction, is_understood
+from te_convert.facts.attention import DIRECT, AttentionFunction, is_understood
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.attention_masks import MaskFacts, Pattern, mask_facts
 
@@ -41,7 +41,7 @@ class AttentionInput:
     @property
     def drops(self) -> float:
         """The probability with which the original drops: eager attention asks the module's mode, SDPA does not."""
-        return self.dropout if self.base == "sdpa" or self.module.training else 0.0
+        return 0.0 if self.base == "eager" and not self.module.training else self.dropout
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """The original function's result: output [b, s, h, d], and the probabilities where it has them."""
@@ -103,6 +103,8 @@ class AttentionRun:
         options: dict[str, Any] = {"attn_mask_type": masking.mask_type}
         if masking.window is not None:
             options["window_size"] = masking.window
+        elif "causal" in masking.mask_type:  # else the constructor's, which is that of no mask: TE corrects it and warns
+            options["window_size"] = (-1, 0)
         if masking.padding is not None:
             options["attention_mask"] = masking.padding
         output: Tensor = module(query, key[:, :keys], value[:, :keys], **options)
@@ -155,6 +157,8 @@ def _holds_tensor(value: Any) -> bool:
 def find_masking(call: AttentionInput) -> Masking | None:
     """How TE masks the call as the original does, or None."""
     queries, keys = call.query.shape[2], call.key.shape[2]
+    if call.base == DIRECT:
+        return _direct(call, queries, keys)
     if call.mask is None:
         return _without_mask(call, queries, keys)
     facts = mask_facts(call.mask)
@@ -168,6 +172,15 @@ def find_masking(call: AttentionInput) -> Masking | None:
         return Masking("no_mask", keys)
     around = facts.pattern.window
     return Masking("no_mask", keys, (around, around)) if facts.shift == 0 and queries == keys else None
+
+
+def _direct(call: AttentionInput, queries: int, keys: int) -> Masking | None:
+    """torch's own function: its causal mask starts in the top left corner, also for a single query."""
+    if call.mask is not None:
+        return None
+    if not call.options.get("is_causal"):
+        return Masking("no_mask", keys)
+    return Masking("causal", queries) if queries <= keys else None
 
 
 def _without_mask(call: AttentionInput, queries: int, keys: int) -> Masking | None:

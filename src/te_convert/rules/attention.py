@@ -3,11 +3,13 @@
     attention(module, q, k, v, mask, scaling=, dropout=)        q [b, h, s, d], k and v [b, groups, s, d]
     te.DotProductAttention(q, k, v)                             the same as [b, s, heads, d]
 
-The module stays: the function that it asks Transformers for is exchanged, together with the one that makes its masks.
+The module stays: the function that it asks Transformers for is exchanged, together with the one that makes its masks.  A module
+that calls torch's scaled_dot_product_attention itself gets a forward that calls the replacement.
 """
 
 from __future__ import annotations
 
+from te_convert.facts.attention import DIRECT
 from te_convert.match.attention import AttentionSite, check_attention, softmax_scale
 from te_convert.match.fusion import Fusion, Member
 from te_convert.reasons import Reason
@@ -16,9 +18,10 @@ from te_convert.weights.ops import WeightMap
 
 
 class AttentionRule:
-    """Softmax attention that was seen to go through Transformers' AttentionInterface."""
+    """Softmax attention that was seen to go through Transformers' AttentionInterface, or to be torch's own function."""
 
     id = "attention"
+    direct = "sdpa"
     kind = "Attention"
 
     def propose(self, found: AttentionSite) -> tuple[DotProductAttentionSpec | None, tuple[Reason, ...]]:
@@ -46,7 +49,7 @@ class AttentionRule:
         return Fusion(
             fqn=f"{fqn}.{name}" if fqn else name,
             scope=fqn,
-            rule=self.id,
+            rule=self.direct if found.implementation == DIRECT else self.id,
             members=(Member("attention", fqn),),
             spec=spec,
             weights=WeightMap(()),

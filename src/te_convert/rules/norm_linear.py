@@ -43,7 +43,8 @@ class NormLinearRule(FusionRule):
 
     def _fusion(self, group: Group, norm: NormSite, linears: tuple[LinearSite, ...]) -> Fusion:
         names = tuple(linear.fqn for linear in linears)
-        scope = common_scope([norm.fqn, *names])
+        fqn = place_beside(group.modules, names, f"layernorm_{short_name(names)}")
+        scope = common_scope([norm.fqn, *names, fqn])
         spec = LayerNormLinearSpec(
             in_features=linears[0].spec.in_features,
             out_features=sum(linear.spec.out_features for linear in linears),
@@ -54,7 +55,7 @@ class NormLinearRule(FusionRule):
             dtype=linears[0].spec.dtype,
         )
         return Fusion(
-            fqn=place_beside(group.modules, names, f"layernorm_{short_name(names)}"),
+            fqn=fqn,
             scope=scope,
             rule=self.id,
             members=members(norm, linears),

@@ -40,11 +40,12 @@ class SharedLinearRule(FusionRule):
 
     def _fusion(self, group: Group, linears: tuple[LinearSite, ...]) -> Fusion:
         names = tuple(linear.fqn for linear in linears)
-        scope = common_scope(list(names))
+        fqn = place_beside(group.modules, names, short_name(names))
+        scope = common_scope([*names, fqn])
         first = linears[0].spec
         spec = LinearSpec(first.in_features, sum(linear.spec.out_features for linear in linears), first.bias, first.dtype)
         return Fusion(
-            fqn=place_beside(group.modules, names, short_name(names)),
+            fqn=fqn,
             scope=scope,
             rule=self.id,
             members=members(None, linears),

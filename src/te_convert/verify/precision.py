@@ -38,6 +38,8 @@ class Widen(TorchFunctionMode):
         if name == "embedding":
             return tree_map(self._widen, func(*args, **(kwargs or {})))
         args, kwargs = tree_map(self._widen, (args, kwargs or {}))
+        if name == "rms_norm" and self.target is torch.float64:
+            args, kwargs = _with_eps(args, kwargs)
         return tree_map(self._widen, func(*args, **kwargs))
 
     def _widen(self, value: Any) -> Any:
@@ -49,6 +51,15 @@ class Widen(TorchFunctionMode):
         if isinstance(value, torch.dtype) and value in self.narrow:
             return self.target
         return value
+
+
+def _with_eps(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """``eps=None`` means the epsilon of the dtype; a model that runs in float32 has float32's also where float64 looks at it."""
+    names = ("input", "normalized_shape", "weight", "eps")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("eps") is None:
+        given["eps"] = torch.finfo(torch.float32).eps
+    return (), given
 
 
 @contextmanager

@@ -1,0 +1,177 @@
+"""Models for the zoo: tiny Transformers models from their configs, timm models, torch's own layers, hand-written blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_hidden_size", "decoder_hidden_size"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "depth"), 2),
+    **dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_hidden_groups"), 2),
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "multi_query_group_num"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim"), 128),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("vocab_size", "text_vocab_size"), 99),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok",), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "v_head_dim"), 16),
+    **dict.fromkeys(("image_size",), 32),
+    **dict.fromkeys(("patch_size",), 8),
+    **dict.fromkeys(("embedding_size", "d_embed", "emb_dim", "word_embed_proj_dim", "projection_dim"), 64),
+}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id")
+
+
+def shrink(config: Any) -> Any:
+    """Set every size that the config (or a nested one) has to something small."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            shrink(value)
+        elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool):
+            setattr(config, name, min(value, _SMALL[name]) if name in ("num_hidden_layers", "n_layer") else _SMALL[name])
+        elif name in _TOKENS and isinstance(value, int):
+            setattr(config, name, min(value, 1))
+        elif name == "layer_types" and isinstance(value, list):
+            setattr(config, name, value[:2])
+    return config
+
+
+def architectures() -> list[str]:
+    """Config names for which AutoModel knows a class."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return [name for name in CONFIG_MAPPING if name in MODEL_MAPPING_NAMES]
+
+
+def build(name: str) -> torch.nn.Module:
+    """A tiny model of an architecture, seeded, in eval mode."""
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    return AutoModel.from_config(shrink(AutoConfig.for_model(name))).eval()
+
+
+TIMM = (
+    "vit_tiny_patch16_224", "deit3_small_patch16_224", "cait_xxs24_224", "xcit_nano_12_p8_224", "vit_base_patch16_siglip_224",
+    "vit_base_patch32_clip_quickgelu_224", "beit_base_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224",
+    "mixer_s32_224", "convnext_atto", "vit_relpos_small_patch16_224",
+)  # fmt: skip
+"""One of each timm family with Linears."""
+
+
+def build_timm(name: str) -> tuple[nn.Module, Any]:
+    """A timm model, its depth cut to two where the family has the argument, and an image."""
+    import timm
+
+    torch.manual_seed(0)
+    try:
+        model = timm.create_model(name, num_classes=5, depth=2)
+    except TypeError:
+        model = timm.create_model(name, num_classes=5)
+    size = model.default_cfg["input_size"]
+    return model.eval(), (torch.randn(1, *size),)
+
+
+class Block(nn.Module):
+    """A transformer block in one of several hand-written styles.
+
+    Args:
+        order: "pre", "post" or "parallel".
+        packed: one Linear for queries, keys and values.
+        act: the MLP's activation.
+        manual: softmax written out instead of scaled_dot_product_attention.
+        gated: SwiGLU.
+    """
+
+    def __init__(self, order: str = "pre", packed: bool = True, act: Callable[[], nn.Module] = nn.ReLU, manual: bool = False,
+                 gated: bool = False, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:  # fmt: skip
+        super().__init__()
+        self.order, self.packed, self.manual, self.gated = order, packed, manual, gated
+        self.ln_1, self.ln_2 = norm(48), norm(48)
+        self.c_attn = nn.Linear(48, 144) if packed else nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.c_proj = nn.Linear(48, 48)
+        self.up, self.act, self.down = nn.Linear(48, 96), act(), nn.Linear(96, 48)
+        if gated:
+            self.gate = nn.Linear(48, 96)
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        qkv = self.c_attn(x).split(width, -1) if self.packed else [linear(x) for linear in self.c_attn]
+        q, k, v = (part.view(batch, length, 4, -1).transpose(1, 2) for part in qkv)
+        if self.manual:
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            scores = (q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
+            y = scores.softmax(-1) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.act(self.gate(x)) * self.up(x) if self.gated else self.act(self.up(x))
+        return self.down(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order == "pre":
+            x = x + self.attention(self.ln_1(x))
+            return x + self.mlp(self.ln_2(x))
+        if self.order == "post":
+            x = self.ln_1(x + self.attention(x))
+            return self.ln_2(x + self.mlp(x))
+        return x + self.attention(self.ln_1(x)) + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Embedding, two blocks, norm, head."""
+
+    def __init__(self, **style: Any) -> None:
+        super().__init__()
+        self.wte, self.blocks = nn.Embedding(97, 48), nn.ModuleList(Block(**style) for _ in range(2))
+        self.ln_f, self.head = nn.LayerNorm(48), nn.Linear(48, 97, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.wte(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.ln_f(x))
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt-relu": {},
+    "gpt-erf-gelu": {"act": nn.GELU},
+    "gpt-tanh-gelu": {"act": lambda: nn.GELU(approximate="tanh")},
+    "gpt-unpacked": {"packed": False},
+    "gpt-post-norm": {"order": "post"},
+    "gpt-parallel": {"order": "parallel"},
+    "gpt-manual-softmax": {"manual": True},
+    "gpt-swiglu": {"act": nn.SiLU, "gated": True},
+    "gpt-swiglu-rms": {"act": nn.SiLU, "gated": True, "norm": nn.RMSNorm},
+    "gpt-manual-post": {"manual": True, "order": "post"},
+}
+
+
+def build_hand(name: str) -> tuple[nn.Module, Any]:
+    """A hand-written GPT, or torch's own encoder, decoder or Transformer."""
+    torch.manual_seed(0)
+    if name in STYLES:
+        return GPT(**STYLES[name]).eval(), (torch.randint(0, 97, (2, 9)),)
+    dropout = 0.1 if name.endswith("dropout") else 0.0
+    layer = {"d_model": 48, "nhead": 4, "dim_feedforward": 96, "dropout": dropout, "batch_first": True}
+    x = torch.randn(2, 7, 48)
+    if name.startswith("torch-encoder"):
+        return nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(**layer, norm_first="pre" in name), 2, enable_nested_tensor=False
+        ).eval(), (x,)
+    return nn.Transformer(**layer, num_encoder_layers=1, num_decoder_layers=1).eval(), (x, torch.randn(2, 5, 48))
+
+
+HAND = (*STYLES, "torch-encoder", "torch-encoder-pre", "torch-encoder-dropout", "torch-transformer")

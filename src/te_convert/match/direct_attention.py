@@ -1,0 +1,81 @@
+"""Modules whose own forward calls torch's scaled_dot_product_attention, once per call."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from te_convert.capture.attention import AttentionCall
+from te_convert.capture.graph import Capture, Recording
+from te_convert.facts.attention import DIRECT
+from te_convert.match.attention import AttentionSite
+from te_convert.match.candidate import Candidate
+
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def find_direct_attention(
+    modules: dict[str, nn.Module], capture: Capture, candidates: Iterable[Candidate]
+) -> dict[str, AttentionSite]:
+    """Every module outside torch itself that called the function, and what keeps its forward from being redirected."""
+    calls: dict[str, list[AttentionCall]] = {}
+    unfit: set[str] = set()
+    for recording in capture.recordings:
+        told = {call.fqn for call in recording.attention}
+        counts, ran = Counter[str](), recording.call_counts()
+        for node in recording.graph.nodes:
+            stack = tuple(node.meta.get("nn_module_stack") or ())
+            if node.target is not F.scaled_dot_product_attention or not stack or stack[-1] in told:
+                continue
+            call = _call(node, str(stack[-1]), modules[stack[-1]], recording)
+            if call is not None:
+                calls.setdefault(call.fqn, []).append(call)
+            counts[str(stack[-1])] += 1
+        unfit |= {fqn for fqn, count in counts.items() if count != ran[fqn]}
+    by_name = {site.fqn: site for site in candidates} if calls else {}
+    return {
+        fqn: AttentionSite(by_name[fqn], tuple(found), (), "it calls the function several times" if fqn in unfit else obstacle)
+        for fqn, found in calls.items()
+        if fqn in by_name and (obstacle := _obstacle(modules[fqn])) is not None
+    }
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    """Why giving the class's own forward other globals would not change what it calls, or ""; None for torch's own modules."""
+    forward = type(module).forward
+    if type(module).__module__.startswith("torch."):
+        return None
+    if "forward" in module.__dict__ or not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
+        return "its forward was replaced or wrapped"
+    named = "scaled_dot_product_attention" in forward.__code__.co_names
+    return "" if named else "a helper function calls scaled_dot_product_attention"
+
+
+def _call(node: fx.Node, fqn: str, module: nn.Module, recording: Recording) -> AttentionCall | None:
+    given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+    metas = [value.meta.get("tensor_meta") if isinstance(value, fx.Node) else None for value in map(given.get, _NAMES[:3])]
+    if any(meta is None for meta in metas):
+        return None
+    query, key, value = (tuple(meta.shape) for meta in metas if meta is not None)
+    dtype: Any = metas[0].dtype if metas[0] is not None else None
+    masked = given.get("attn_mask") is not None
+    return AttentionCall(
+        fqn=fqn,
+        implementation=DIRECT,
+        function=F.scaled_dot_product_attention,
+        query=query,
+        key=key,
+        value=value,
+        dtype=dtype,
+        scaling=given.get("scale"),
+        dropout=given.get("dropout_p") or 0.0,
+        training=bool(recording.scenario.training) if recording.scenario.training is not None else module.training,
+        tensors=("attn_mask",) if masked else (),
+        options=(("is_causal", bool(given.get("is_causal"))),),
+        positional=3,
+    )

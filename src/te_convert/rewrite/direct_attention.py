@@ -1,0 +1,127 @@
+"""Modules that call torch's scaled_dot_product_attention themselves: their forward runs with a stand-in among its globals.
+
+    forward's globals:   F, nn, torch  ->  the same, but for F.scaled_dot_product_attention
+
+The class is swapped for a subclass, so that the module keeps its identity, and code that runs in no such forward is not touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from te_convert.facts.attention import DIRECT
+from te_convert.rewrite.attention_call import AttentionInput
+from te_convert.rewrite.lazy import can_defer
+from te_convert.rewrite.loans import Borrower
+
+RECORD = "_te_convert_attention"
+"""Where an attention module keeps its record."""
+
+_SDPA = F.scaled_dot_product_attention
+_RUNNING = threading.local()
+_FORWARDS: dict[Any, Callable[..., Any]] = {}
+
+
+class _Redirect:
+    """A module of torch as seen by a redirected forward."""
+
+    def __init__(self, target: types.ModuleType) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return _seen(getattr(self._target, name))
+
+
+def _seen(value: Any) -> Any:
+    if value is _SDPA:
+        return attend
+    return _Redirect(value) if value is torch or value is nn or value is F else value
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a forward as they are now, with torch's attention function replaced."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        super().__init__(__builtins__=names.get("__builtins__", __builtins__))
+        self._names = names
+
+    def __missing__(self, name: str) -> Any:
+        return _seen(self._names[name])
+
+
+def _redirected(forward: Any) -> Callable[..., Any]:
+    if forward not in _FORWARDS:
+        made = types.FunctionType(
+            forward.__code__, _Globals(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        made.__kwdefaults__ = forward.__kwdefaults__
+        _FORWARDS[forward] = made
+    return _FORWARDS[forward]
+
+
+class DirectAttention(Borrower):
+    """A module whose call of scaled_dot_product_attention goes to te.DotProductAttention."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward, with the stand-in where it may be used."""
+        record: Any = self.__dict__.get(RECORD)
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if record is None or not record.enabled or not can_defer(_plain(first)):
+            return self.eager(*args, **kwargs)
+        stack = _RUNNING.__dict__.setdefault("stack", [])
+        stack.append(self)
+        try:
+            return _redirected(self._te_base.forward)(self, *args, **kwargs)
+        finally:
+            stack.pop()
+
+
+def _plain(value: Any) -> Any:
+    """A deferred norm's output stands for an ordinary tensor."""
+    pending = getattr(value, "pending", None)
+    return value if pending is None else pending.x
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """What a redirected forward calls: [..., s, d] as torch's function takes it."""
+    module: nn.Module = _RUNNING.stack[-1]
+    record: Any = module.__dict__[RECORD]
+    scale = options.get("scale")
+    call = AttentionInput(module, query, key, value, attn_mask, scale, dropout_p, {"is_causal": is_causal}, DIRECT, torch_attention)
+    output: Tensor | None = record.attend(call) if can_defer(query) else None
+    if output is None:
+        return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    return output.transpose(1, 2)
+
+
+def torch_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+) -> tuple[Tensor, None]:
+    """torch's function with the arguments and the layout of Transformers' attention functions."""
+    del module
+    grouped = query.shape[1] != key.shape[1]
+    output = _SDPA(query, key, value, attention_mask, dropout, is_causal, scale=scaling, enable_gqa=grouped)
+    return output.transpose(1, 2), None

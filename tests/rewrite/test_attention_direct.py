@@ -1,0 +1,216 @@
+"""Modules that call torch's scaled_dot_product_attention in their own forward."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_convert
+from tests.rewrite.test_attention import attention_sites, convert, records
+
+functional_attention = F.scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    """nanoGPT's, with every option of the function."""
+
+    def __init__(self, groups: int = 4, causal: bool = True, dropout: float = 0.0, scale: float | None = None) -> None:
+        super().__init__()
+        self.groups, self.causal, self.dropout, self.scale = groups, causal, dropout, scale
+        self.query, self.pair, self.proj = nn.Linear(32, 32), nn.Linear(32, 2 * groups * 8), nn.Linear(32, 32)
+
+    def heads(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = self.pair(x if context is None else context).unflatten(-1, (2 * self.groups, 8)).transpose(1, 2).chunk(2, 1)
+        return q, k, v
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.heads(x, context)
+        heads = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=self.causal and mask is None,
+            scale=self.scale,
+            enable_gqa=self.groups != 4,
+        )
+        y: Tensor = self.proj(heads.transpose(1, 2).flatten(-2))
+        return y
+
+
+class TorchAttribute(Attention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.heads(x, None)
+        y: Tensor = self.proj(torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+        return y
+
+
+def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    y: Tensor = F.scaled_dot_product_attention(q, k, v)
+    return y
+
+
+class ThroughHelper(Attention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.proj(helper(*self.heads(x, None)).transpose(1, 2).flatten(-2))
+        return y
+
+
+class Twice(Attention):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.heads(x, None)
+        heads = F.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, v, k)
+        y: Tensor = self.proj(heads.transpose(1, 2).flatten(-2))
+        return y
+
+
+class Nested(nn.Module):
+    """One attention module inside another's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = Attention(causal=False), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.inner(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        y: Tensor = self.out(F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(-2))
+        return y
+
+
+def model(attention: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), attention).eval()
+
+
+def x(length: int = 7) -> Tensor:
+    return torch.randn(2, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Attention,
+        lambda: Attention(causal=False),
+        lambda: Attention(groups=2),
+        lambda: Attention(scale=0.9),
+        TorchAttribute,
+        Nested,
+    ],
+)
+def test_converted_and_equal(make: Any) -> None:
+    original = model(make())
+    converted, report = convert(original, x())
+    assert report.parity.passed
+    assert attention_sites(report)
+    for site in attention_sites(report):
+        assert (str(site.outcome), site.replacement, site.fallbacks) == ("CONVERTED", "te.DotProductAttention", 0)
+        assert site.executed > 0
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x()), original(x()), rtol=1e-4, atol=1e-5)
+    assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
+
+
+@pytest.mark.parametrize("make", [ThroughHelper, Twice])
+def test_what_cannot_be_redirected_is_refused(make: Any) -> None:
+    converted, report = convert(model(make()), x())
+    assert [[reason.code for reason in site.reasons] for site in attention_sites(report)] == [["attention.not-switchable"]]
+    assert not records(converted)
+
+
+def test_a_mask_runs_the_original() -> None:
+    original = Attention().eval()
+    converted, _ = convert(original, x())
+    mask = torch.ones(7, 7, dtype=torch.bool).tril().logical_not() | torch.eye(7, dtype=torch.bool)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x(), mask=mask), original(x(), mask=mask))
+    assert [(record.executed, record.fallbacks) for record in records(converted)] == [(0, 1)]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 7), (3, 7), (7, 3)])
+def test_causality_starts_in_the_top_left_corner(queries: int, keys: int) -> None:
+    original = Attention().eval()
+    converted, _ = convert(original, x())
+    with torch.no_grad():
+        ours, expected = converted(x(queries), x(keys)), original(x(queries), x(keys))
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert [record.executed for record in records(converted)] == [int(queries <= keys)]
+
+
+def test_dropout_in_training_is_checked_per_call() -> None:
+    original = Attention(dropout=0.5).eval()
+    converted, report = convert(original, x())
+    assert report.parity.passed
+    converted.train()
+    assert not torch.equal(converted(x()), converted(x()))
+    converted.dropout = 0.2
+    converted(x())
+    assert [(record.executed, record.fallbacks) for record in records(converted)] == [(2, 1)]
+
+
+def test_revert_gives_the_class_back() -> None:
+    original = model(Attention())
+    before = original(x())
+    converted, _ = convert(original, x(), inplace=True)
+    assert isinstance(converted[1], Attention)
+    assert type(converted[1]) is not Attention
+    te_convert.revert(converted)
+    assert type(converted[1]) is Attention
+    assert set(converted[1].__dict__) == set(Attention().__dict__)
+    assert torch.equal(converted(x()), before)
+
+
+def test_copies_and_pickles() -> None:
+    converted, _ = convert(model(Attention()), x())
+    expected, file = converted(x()), io.BytesIO()
+    torch.save(converted, file)
+    file.seek(0)
+    for other in (copy.deepcopy(converted), torch.load(file, weights_only=False)):
+        assert torch.equal(other(x()), expected)
+        assert [(record.executed, record.fallbacks) for record in records(other)] == [(1, 0)]
+        assert type(te_convert.revert(other)[1]) is Attention  # type: ignore[index]
+    assert records(converted)
+
+
+def test_gradients() -> None:
+    original = model(Attention())
+    converted, _ = convert(original, x())
+    original(x()).square().sum().backward()
+    converted(x()).square().sum().backward()
+    reverted: Any = te_convert.revert(converted)
+    for (name, theirs), (_, ours) in zip(original.named_parameters(), reverted.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_other_code_is_not_touched() -> None:
+    convert(model(Attention()), x())
+    assert F.scaled_dot_product_attention is functional_attention
+    assert torch.nn.functional is F
+
+
+def test_compile_takes_the_original_path() -> None:
+    converted, _ = convert(Attention().eval(), x(), exclude=("query", "pair", "proj"))
+    compiled: Any = torch.compile(converted, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x()), converted(x()), rtol=1e-4, atol=1e-5)
+    assert [record.executed for record in records(converted)] == [1]
+
+
+def test_timm() -> None:
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 4, "embed_dim": 32, "num_heads": 4}
+    original = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    images = torch.randn(2, 3, 32, 32)
+    converted, report = convert(original, images)
+    assert report.parity.passed
+    assert all(str(site.outcome) in ("CONVERTED", "FUSED") for site in attention_sites(report))
+    with torch.no_grad():
+        torch.testing.assert_close(converted(images), original(images), rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast check format-check lint types imports docs-check fix golden docs bench clean
+.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -47,6 +47,9 @@ test: setup ## run all tests
 
 test-fast: setup ## run the tests that take seconds
 	$(PYTEST) -n 2 -m "not slow"
+
+test-te: ## install real Transformer Engine apart (.venv-te) and run its tests, without a GPU; needs a CUDA toolkit, 15 minutes once
+	@$(PYTHON) scripts/te_env.py
 
 check: format-check lint types imports docs-check test ## everything that CI runs, in the same way
 

@@ -107,7 +107,8 @@ def compare_gradients(model: nn.Module, converted: nn.Module, inputs: Any) -> fl
             tensors = [t for t in tensors_of(output) if t.requires_grad and t.is_floating_point()]
             sum(t.float().square().mean() for t in tensors).backward()
             original = te_convert.revert(each)
-            found.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in original.named_parameters()})
+            named = [(n, p) for n, p in original.named_parameters() if p.numel()]
+            found.append({n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:160]
     one, other = found

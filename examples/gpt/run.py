@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
     print(f"loss of the original {before:.6f}, of the converted model {after:.6f}\n")
 
     loaded = te_convert.load(written)
-    same_loaded = torch.equal(logits(original), logits(loaded))
-    print(f"3. Loaded from {written}: logits equal to the original's: {same_loaded}\n")
+    same_loaded = torch.equal(logits(result.model), logits(loaded))
+    print(f"3. Loaded from {written}: logits equal to the converted model's: {same_loaded}\n")
 
     reverted = te_convert.revert(copy.deepcopy(result.model))
     same_reverted = torch.equal(logits(original), logits(reverted)) and list(reverted.state_dict()) == list(original.state_dict())

@@ -112,7 +112,7 @@ def convert(
             to use the model's own or derived ones.
         recipe: None or "bf16" for high precision; an FP8 or FP4 recipe is recorded in the plan for :func:`autocast`.
         backend: "te" for Transformer Engine's modules, "reference" for the pure-PyTorch twins, "auto" for TE where it can run.
-        fuse: allow fused replacements (none of the present rules fuses).
+        fuse: let several modules become one TE module (te.LayerNormLinear, te.LayerNormMLP, te.DotProductAttention, ...).
         include: FQN globs; only matching sites are converted when given.
         exclude: FQN globs that are left alone.
         inplace: rewrite ``model`` itself; otherwise it is copied and stays bit for bit as it is, also after an exception.
@@ -134,7 +134,7 @@ def convert(
         >>> net = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
         >>> model, report = te_convert.convert(net, (torch.randn(4, 32),))
         >>> report.parity.passed, [str(site.outcome) for site in report.sites]
-        (True, ['CONVERTED', 'CONVERTED'])
+        (True, ['FUSED', 'FUSED'])
     """
     config = ConvertConfig(
         recipe=recipe,
@@ -161,6 +161,7 @@ def analyze(
     example_inputs: Any = None,
     *,
     recipe: str | None = None,
+    fuse: bool = True,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     allow: str | Sequence[str] = (),
@@ -173,6 +174,7 @@ def analyze(
     """
     config = ConvertConfig(
         recipe=recipe,
+        fuse=fuse,
         include=patterns(include, "include"),
         exclude=patterns(exclude, "exclude"),
         allow=patterns(allow, "allow"),

@@ -23,6 +23,7 @@ from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.reasons import ReasonCode, reason
+from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.runtime.backend import Backend, choose_backend
@@ -36,8 +37,6 @@ Converted = tuple[nn.Module, Report, Plan]
 
 PLAN_ATTRIBUTE = "_te_convert_plan"
 """Where a converted root keeps its plan, for autocast() and save()."""
-
-_SCOPE = "attention, MLPs as a whole and experts stay PyTorch's: this version converts Linears and norms"
 
 
 class Conversion:
@@ -69,7 +68,8 @@ class Conversion:
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
-                reference = record_reference(target, scenarios)
+                padded = any(isinstance(fusion.spec, DotProductAttentionSpec) for fusion in plan.fusions)
+                reference = record_reference(target, scenarios, hide_padding=padded)
         with self._timed("rewrite"):
             applied, plan = self._apply(target, plan)
         try:
@@ -110,8 +110,7 @@ class Conversion:
         _, captured, notes = observe(self.original, self.given, self.config)
         plan = make_plan(self.original, captured, self.config, notes)
         why = reason(ReasonCode.MODEL_NOT_COPYABLE, problem)
-        for decision in plan.converting:
-            plan = plan.refuse(decision.fqn, why)
+        plan = plan.refuse_all(why)
         parity = Parity("not-verified", self.backend.name, notes=("nothing was converted",))
         report = replace(self._report(plan, parity), warnings=(f"{why.code}: {why.detail}; {why.hint}",))
         if self.config.strict:
@@ -127,8 +126,7 @@ class Conversion:
             raise
         except Exception as error:
             why = reason(ReasonCode.INTERNAL_ERROR, f"rewrite: {describe_error(error)}")
-            for decision in plan.converting:
-                plan = plan.refuse(decision.fqn, why)
+            plan = plan.refuse_all(why)
             return Applied(target, self.backend.name), plan
 
     def _report(self, plan: Plan, parity: Parity) -> Report:
@@ -144,7 +142,7 @@ class Conversion:
             scenarios=plan.scenarios,
             environment=describe_environment(),
             not_verified=_not_verified(plan, parity, self.config),
-            notes=(*dict.fromkeys((*plan.notes, *parity.notes)), *((_SCOPE,) if plan.converting else ())),
+            notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
             warnings=_warnings(plan, parity),
             timings_s={stage: round(seconds, 4) for stage, seconds in self.timings.items()},
         )

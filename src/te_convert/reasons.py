@@ -70,6 +70,7 @@ class ReasonCode(str, Enum):
     BLOCK_DROPOUT = "block.dropout"
     ATTENTION_FORM = "attention.form"
     ATTENTION_MIXED = "attention.mixed-use"
+    ATTENTION_WEIGHTS = "attention.weights-asked"
     ATTENTION_IMPLEMENTATION = "attention.implementation"
     ATTENTION_NOT_SWITCHABLE = "attention.not-switchable"
     ATTENTION_NO_SDPA = "attention.no-sdpa"
@@ -198,7 +199,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.PARAMETER_NEW_OBJECT: ReasonInfo(
         _A,
-        "TE needs the weight in another layout, so the converted module owns a new Parameter.",
+        "TE needs the weight in another layout or as part of a larger one, so the converted module owns a new Parameter.",
         "create the optimizer after converting",
     ),
     ReasonCode.NORM_ROUNDING: ReasonInfo(
@@ -297,6 +298,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         "set dropout to 0 to convert the layer as a whole",
     ),
     ReasonCode.ATTENTION_FORM: ReasonInfo(_A, "The attention module has a form that te.MultiheadAttention lacks.", "nothing to do"),
+    ReasonCode.ATTENTION_WEIGHTS: ReasonInfo(
+        _A,
+        "The attention weights are asked for, which no fused attention computes.",
+        "call the module with need_weights=False",
+    ),
     ReasonCode.ATTENTION_MIXED: ReasonInfo(
         _A,
         "The recorded calls are not all self-attention, or not all attention to one other tensor.",

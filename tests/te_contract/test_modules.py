@@ -30,6 +30,7 @@ from te_convert.replacements.specs import (
 )
 from te_convert.rewrite.nested import quiet_children
 from te_convert.rewrite.site import site_class
+from te_convert.weights.ops import WeightMap
 from tests.te_contract.te_kernels import ACTIVATIONS
 from tests.te_contract.te_on_cpu import needs_te, te_on_cpu
 
@@ -386,7 +387,7 @@ def test_state_moves_between_te_and_the_twins_either_way(spec: Spec) -> None:
 @every_spec
 def test_inner_modules_stay_te_modules_with_a_quiet_state_dict(spec: Spec) -> None:
     module, plain = build(spec, "te"), build(spec, "te")
-    quiet_children(module)
+    quiet_children(module, WeightMap(()))
     assert not [key for key in module.state_dict() if key.endswith("_extra_state") and "." in key]
     module.load_state_dict({key: value for key, value in plain.state_dict().items() if "_extra_state" not in key}, strict=False)
     for quiet, before in zip(module.modules(), plain.modules(), strict=True):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from te_convert.facts.activations import ACTIVATIONS
-from te_convert.facts.stand_in import brief, isolated
+from te_convert.facts.stand_in import brief, has_no_shape, isolated
 
 _TOLERANCE = 5e-6
 _MAX_ELEMENTS = 1 << 26
@@ -49,7 +49,7 @@ class NotExperts:
 
 def looks_like_experts(module: nn.Module) -> bool:
     """Two 3-D parameters of equal length and no other."""
-    own = [p for p in module._parameters.values() if p is not None]
+    own = [p for p in module._parameters.values() if p is not None and not has_no_shape(p)]
     all_own = len(own) == sum(1 for _ in module.parameters())
     return len(own) == 2 and all_own and all(p.dim() == 3 for p in own) and own[0].shape[0] == own[1].shape[0] > 1
 

@@ -13,30 +13,40 @@ from te_convert.match.blocks import Block
 from te_convert.match.fusion import Member
 from te_convert.match.guards import BEFORE_PROBES, executed, te_dtype
 from te_convert.reasons import Reason, ReasonCode, reason
-from te_convert.weights.ops import Fill, Move, Rows, WeightOp
+from te_convert.weights.ops import Fill, Move, Rows, WeightMap, WeightOp
 
 TE_ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu", "qgelu": "qgelu", "srelu": "srelu"}
 """facts/activations.py's names → TE's."""
+ATTENTION_CHILDREN = frozenset({"qkv", "query_layer", "key_value", "core_attention", "proj", "q_norm", "k_norm"})
+"""Names that te.MultiheadAttention gives to its children."""
+LAYER_CHILDREN = frozenset({"self_attention", "inter_attention", "layernorm_mlp", "layernorm"})
+"""The same of te.TransformerLayer."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def attention_obstacles(block: Block, module: nn.MultiheadAttention) -> Iterator[Reason]:
+def attention_obstacles(module: Any) -> Iterator[Reason]:
     """Every reason against te.MultiheadAttention for one attention module."""
-    for guard in (*BEFORE_PROBES, te_dtype, executed):
-        found = guard(block.site)
-        if found is not None and not found.is_advice:
-            yield found
+    if type(module).forward is not nn.MultiheadAttention.forward:
+        yield reason(ReasonCode.BLOCK_FORM, f"its attention is a {type(module).__name__}")
+        return
     if not module._qkv_same_embed_dim:
         yield reason(ReasonCode.ATTENTION_FORM, "keys or values have another width than queries")
     if module.bias_k is not None or module.add_zero_attn:
         yield reason(ReasonCode.ATTENTION_FORM, "it adds a learned or zero key (add_bias_kv, add_zero_attn)")
     if (module.in_proj_bias is None) != (module.out_proj.bias is None):
         yield reason(ReasonCode.ATTENTION_FORM, "only one of its projections has a bias")
-    yield from part_obstacles(block.site.module)
 
 
-def part_obstacles(module: nn.Module) -> Iterator[Reason]:
-    """Hooks, ties, frozen or special parameters and replaced forwards inside a module that becomes one."""
+def site_obstacles(block: Block) -> Iterator[Reason]:
+    """Every reason of the usual guards against replacing a module of torch's."""
+    for guard in (*BEFORE_PROBES, te_dtype, executed):
+        found = guard(block.site)
+        if found is not None and not found.is_advice:
+            yield found
+
+
+def part_obstacles(module: nn.Module, children: frozenset[str]) -> Iterator[Reason]:
+    """Hooks, special parameters, own buffers and replaced forwards of a module that becomes one with ``children`` of TE's names."""
     hooked = [name for name, child in module.named_modules() if name and any(child.__dict__.get(hooks) for hooks in _HOOKS)]
     if hooked:
         yield reason(ReasonCode.MODULE_HOOKS, f"hooks on {', '.join(hooked[:3])} would not run")
@@ -50,6 +60,24 @@ def part_obstacles(module: nn.Module) -> Iterator[Reason]:
         yield reason(ReasonCode.BLOCK_FORM, "its parameters have different dtypes")
     if any(hasattr(child, "parametrizations") for child in module.modules()):
         yield reason(ReasonCode.BLOCK_FORM, "a weight in it is parametrised")
+    if module._buffers:
+        yield reason(ReasonCode.BLOCK_FORM, f"it has buffers of its own: {', '.join(module._buffers)}")
+    clash = sorted(children & (module._modules.keys() | module.__dict__.keys()))
+    if clash:
+        yield reason(ReasonCode.BLOCK_FORM, f"it has something called {', '.join(clash)}, as the TE module has")
+
+
+def weight_obstacles(block: Block, weights: WeightMap) -> Iterator[Reason]:
+    """Parameters that the replacement has no place for, or lacks, and shared ones that it needs in another layout."""
+    found = dict(block.site.module.named_parameters(remove_duplicate=False))
+    others = [name for name in (*found, *weights.sources) if name not in weights.sources or name not in found]
+    if others:
+        yield reason(ReasonCode.BLOCK_FORM, f"it has not just the usual parameters: {', '.join(others[:3])}")
+        return
+    changed = {id(found[source]) for op in weights.ops if not isinstance(op, Move) for source in op.sources}
+    holders = sum(id(parameter) in changed for module in block.modules.values() for parameter in module._parameters.values())
+    if holders > len(changed):
+        yield reason(ReasonCode.BLOCK_FORM, "a weight that TE needs in another layout is shared with another module")
 
 
 def block_members(block: Block) -> tuple[Member, ...]:

@@ -2,7 +2,7 @@
 
     pre-norm   x + attention(n1(x)), then + mlp(n2(.))
     post-norm  n1(x + attention(x)), then n2(. + mlp(.))
-    parallel   x + attention(n1(x)) + mlp(n2(x)), n2 may be n1
+    parallel   x + attention(n1(x)) + mlp(n2(x)); one norm for both is found too, though TE's layer has a weight for each
 
 What is found is a candidate; the rule proves it by running both on numbers.
 """

@@ -14,7 +14,7 @@ from te_convert.facts.norm_formula import NormFacts
 from te_convert.match.blocks import Block
 from te_convert.match.candidate import Candidate
 from te_convert.match.fusion import Fusion
-from te_convert.match.groups import Found, Group, LinearSite, NormSite, common_scope
+from te_convert.match.groups import Found, Group, LinearSite, NormSite, common_scope, inside
 from te_convert.match.norms import probe_norm_site
 from te_convert.match.readers import Readers, find_readers
 from te_convert.match.shared_inputs import find_shared_inputs
@@ -23,6 +23,7 @@ from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
 from te_convert.rules.base import BlockRule
 from te_convert.rules.registry import BLOCK_RULES, FUSION_RULES
+from te_convert.weights.ops import Move
 
 Sites = Sequence[tuple[Candidate, "Decision | None"]]
 """Every module with what the leaf rules decided; None for one that they have nothing to say about."""
@@ -108,8 +109,21 @@ class _Result:
                     spec=fusion.spec,
                     weights=None,
                     fused_into=fqn,
-                    reasons=tuple(r for r in before.reasons if r.is_advice),
+                    reasons=(*(r for r in before.reasons if r.is_advice), *_new_object(member.fqn, fusion, before)),
                 )
+
+
+def _new_object(fqn: str, fusion: Fusion, decision: Decision) -> tuple[Reason, ...]:
+    """Advice for a module whose parameters become part of larger ones."""
+    known = any(r.code == ReasonCode.PARAMETER_NEW_OBJECT.value for r in decision.reasons)
+    prefix = inside(fqn, fusion.scope)
+    for source in () if known else fusion.weights.sources:
+        ops = fusion.weights.using(source)
+        if source.rpartition(".")[0] == prefix and not isinstance(ops[0], Move):
+            name, dest = source.rpartition(".")[2], ops[0].dest
+            detail = f"{name} is part of {fusion.fqn}.{dest}" if fusion.fqn else f"{name} is part of {dest}"
+            return (reason(ReasonCode.PARAMETER_NEW_OBJECT, detail),)
+    return ()
 
 
 def _ask_about_blocks(known: _Sites, sites: Sites, result: _Result) -> None:
@@ -125,14 +139,13 @@ def _ask_about_blocks(known: _Sites, sites: Sites, result: _Result) -> None:
             continue
         block = Block(site, known.modules, known.capture, known.config.allow, known.linears, known.norms)
         for rule in BLOCK_RULES:
-            if rule.looks_like(block):
-                _ask_block(rule, block, result)
+            _ask_block(rule, block, result)
 
 
 def _ask_block(rule: BlockRule, block: Block, result: _Result) -> None:
     site = block.site
     try:
-        found = rule.propose(block)
+        found = rule.propose(block) if rule.looks_like(block) else Found()
     except Exception as error:
         found = Found(advices={site.fqn: (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),)})
     if site.fqn not in result.decisions and (found.fusions or found.advices):
@@ -160,6 +173,7 @@ def _sort(model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfi
     for site, decision in sites:
         if (
             decision is None
+            or is_te(site.module)
             or decision.outcome is not Outcome.CONVERTED
             or decision.weights is None
             or "forward" in site.module.__dict__

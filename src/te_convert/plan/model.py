@@ -198,18 +198,32 @@ class Plan:
         raise KeyError(fqn)
 
     def refuse(self, fqn: str, why: Reason) -> Plan:
-        """A copy in which a site, or a fusion with all its members, is refused with one more reason.
+        """A copy in which a site, or a fusion with all its members (named by its place or by a member), has one more refusal.
 
         The spec is kept for explanation only.
 
         Raises:
             KeyError: no such site or fusion.
         """
-        fusion = next((fusion for fusion in self.fusions if fusion.fqn == fqn), None)
+        fusion = next((fusion for fusion in self.fusions if fusion.fqn == self._place(fqn)), None)
         rest = tuple(other for other in self.fusions if other is not fusion)
-        sites = [d for d in self.decisions if d.fused_into == fqn] if fusion is not None else [self.get(fqn)]
+        sites = [d for d in self.decisions if d.fused_into == fusion.fqn] if fusion is not None else [self.get(fqn)]
         changed = {id(site): _leave_fusion(site, rest, why) for site in sites}
         return replace(self, decisions=tuple(changed.get(id(d), d) for d in self.decisions), fusions=rest)
+
+    def _place(self, fqn: str) -> str | None:
+        """Name of the fusion that ``fqn`` is, or is part of."""
+        if any(fusion.fqn == fqn for fusion in self.fusions):
+            return fqn
+        return next((d.fused_into for d in self.decisions if fqn == d.fqn or fqn in d.aliases), None)
+
+    def refuse_all(self, why: Reason) -> Plan:
+        """A copy that converts nothing."""
+        decisions = tuple(
+            replace(d, outcome=Outcome.REFUSED, reasons=(*d.reasons, why), fused_into=None) if d.converts else d
+            for d in self.decisions
+        )
+        return replace(self, decisions=decisions, fusions=())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain JSON values with ``"schema"``."""

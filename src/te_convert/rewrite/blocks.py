@@ -39,9 +39,16 @@ def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str,
     values = dict(list(bound.arguments.items())[1:])
     if not all(can_defer(value) and not value.is_nested for value in values.values() if isinstance(value, Tensor)):
         return None
-    if record.module.training and any(module.p > 0 for module in owner.modules() if isinstance(module, nn.Dropout)):
+    if record.module.training and any(map(_drops, owner.modules())):
         return None
     return TRANSLATIONS[record.decision.rule](record, values)
+
+
+def _drops(module: nn.Module) -> bool:
+    """A dropout that is active in training, also one that was switched on after the conversion."""
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, nn.Dropout) and module.p > 0
 
 
 def owner_class(owner: nn.Module) -> type[nn.Module]:
@@ -59,14 +66,13 @@ def _multi_head_attention(record: FusedRecord, values: dict[str, Any]) -> TECall
     """nn.MultiheadAttention.forward."""
     owner: Any = record.role("owner")[0]
     query, key, value = values["query"], values["key"], values["value"]
-    if values["need_weights"] or query.dim() != 3 or key is not value or (record.module.training and owner.dropout > 0):
+    if values["need_weights"] or query.dim() != 3 or key.dim() != 3 or key is not value:
         return None
     is_self = record.decision.spec.attention_type == "self"  # type: ignore[union-attr]
     if is_self != (query is key):
         return None
-    masking = _masking(
-        values["attn_mask"], values["key_padding_mask"], values["is_causal"], _batch(query, owner.batch_first), owner.num_heads
-    )
+    sizes = _sizes(query, key, owner)
+    masking = sizes and _masking(values["attn_mask"], values["key_padding_mask"], values["is_causal"], sizes)
     if masking is None:
         return None
     mask, kind = masking
@@ -80,8 +86,8 @@ def _encoder_layer(record: FusedRecord, values: dict[str, Any]) -> TECall | None
     x = values["src"]
     if x.dim() != 3:
         return None
-    batch = _batch(x, attention.batch_first)
-    masking = _masking(values["src_mask"], values["src_key_padding_mask"], values["is_causal"], batch, attention.num_heads)
+    sizes = _sizes(x, x, attention)
+    masking = sizes and _masking(values["src_mask"], values["src_key_padding_mask"], values["is_causal"], sizes)
     return None if masking is None else TECall((x,), {"attention_mask": masking[0], "self_attn_mask_type": masking[1]})
 
 
@@ -91,9 +97,9 @@ def _decoder_layer(record: FusedRecord, values: dict[str, Any]) -> TECall | None
     x, memory = values["tgt"], values["memory"]
     if x.dim() != 3 or memory.dim() != 3:
         return None
-    batch, heads = _batch(x, attention.batch_first), attention.num_heads
-    own = _masking(values["tgt_mask"], values["tgt_key_padding_mask"], values["tgt_is_causal"], batch, heads)
-    other = _masking(values["memory_mask"], values["memory_key_padding_mask"], values["memory_is_causal"], batch, heads)
+    sizes, cross = _sizes(x, x, attention), _sizes(x, memory, attention)
+    own = sizes and _masking(values["tgt_mask"], values["tgt_key_padding_mask"], values["tgt_is_causal"], sizes)
+    other = cross and _masking(values["memory_mask"], values["memory_key_padding_mask"], values["memory_is_causal"], cross)
     if own is None or other is None:
         return None
     return TECall(
@@ -110,10 +116,17 @@ def _decoder_layer(record: FusedRecord, values: dict[str, Any]) -> TECall | None
 
 def _one_tensor(record: FusedRecord, values: dict[str, Any]) -> TECall | None:
     """A block that takes one tensor [batch, sequence, hidden]; any other argument is the original's business."""
-    x, *others = values.items()
-    defaults = _signature(cast("Hashable", owner_class(record.role("owner")[0]))).parameters
-    plain = all(value is None or (not isinstance(value, Tensor) and value == defaults[name].default) for name, value in others)
-    return TECall((x[1],)) if isinstance(x[1], Tensor) and x[1].dim() == 3 and plain else None
+    (_, x), *others = values.items()
+    parameters = _signature(cast("Hashable", owner_class(record.role("owner")[0]))).parameters
+    plain = all(_is_default(value, parameters[name]) for name, value in others)
+    return TECall((x,)) if isinstance(x, Tensor) and x.dim() == 3 and plain else None
+
+
+def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
+    """Whether an argument says nothing: left out, None, or an empty ``*args`` or ``**kwargs``."""
+    if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        return not value
+    return value is None or (not isinstance(value, Tensor) and value == parameter.default)
 
 
 TRANSLATIONS: dict[str, Translate] = {
@@ -125,41 +138,67 @@ TRANSLATIONS: dict[str, Translate] = {
 """By the rule that made the fusion."""
 
 
-def _batch(x: Tensor, batch_first: bool) -> int:
-    return x.shape[0] if batch_first else x.shape[1]
+@dataclass(frozen=True)
+class _Sizes:
+    batch: int
+    heads: int
+    queries: int
+    keys: int
 
 
-def _masking(
-    mask: Tensor | None, padding: Tensor | None, is_causal: bool, batch: int, heads: int
-) -> tuple[Tensor | None, str] | None:
+def _sizes(query: Tensor, key: Tensor, attention: Any) -> _Sizes | None:
+    """Sizes of one attention; None for batches that do not belong together, about which the original complains."""
+    batch, length = (0, 1) if attention.batch_first else (1, 0)
+    if query.shape[batch] != key.shape[batch]:
+        return None
+    return _Sizes(query.shape[batch], attention.num_heads, query.shape[length], key.shape[length])
+
+
+def _masking(mask: Tensor | None, padding: Tensor | None, is_causal: bool, sizes: _Sizes) -> tuple[Tensor | None, str] | None:
     """(mask with True = masked out, TE's mask type) for torch's masks; None for one that is more than a mask.
 
     Args:
         mask: [queries, keys] or [batch * heads, queries, keys]; True or -inf is masked out.
         padding: [batch, keys]; True or -inf is masked out.
-        is_causal: the caller's word that ``mask`` is the causal one.
-        batch: size of the batch.
-        heads: number of heads.
+        is_causal: the caller's word that ``mask`` is the causal one; torch demands the mask, too.
+        sizes: of the attention.
     """
-    if is_causal and padding is None:
-        return None, "causal"
+    if (is_causal and mask is None) or not all(map(_is_mask, (mask, padding))):
+        return None
+    if is_causal and padding is None:  # the corner of the diagonal is TE's only where it is the only one
+        return (None, "causal") if sizes.queries == sizes.keys else None
     if mask is None and padding is None:
         return None, "no_mask"
-    parts = []
-    if mask is not None:
-        mask = _as_bool(mask)
-        if mask is None:
+    combined: Tensor | None = None
+    for part in (*(() if mask is None else (_widened(mask, sizes),)), *(() if padding is None else (_padded(padding, sizes),))):
+        if part is None:
             return None
-        parts.append(mask.view(batch, heads, *mask.shape[1:]) if mask.dim() == 3 else mask[None, None])
-    if padding is not None:
-        padding = _as_bool(padding)
-        if padding is None:
-            return None
-        parts.append(padding[:, None, None, :])
-    combined = parts[0] if len(parts) == 1 else parts[0] | parts[1]
+        combined = part if combined is None else combined | part
+    assert combined is not None  # one of the two was given
     if bool(combined.all(dim=-1).any()):
         return None  # a query that sees nothing: NaN in torch, something else in TE
     return combined, "arbitrary"
+
+
+def _is_mask(mask: Tensor | None) -> bool:
+    """Nothing, or a mask of a dtype that torch takes and that learns nothing."""
+    return mask is None or mask.dtype is torch.bool or (mask.is_floating_point() and not mask.requires_grad)
+
+
+def _widened(mask: Tensor, sizes: _Sizes) -> Tensor | None:
+    """An attention mask as [batch or 1, heads or 1, queries, keys]; None for another shape or a bias."""
+    scores = (sizes.queries, sizes.keys)
+    fits = mask.shape == scores or mask.shape == (sizes.batch * sizes.heads, *scores)
+    out = _as_bool(mask) if fits else None
+    if out is None:
+        return None
+    return out.view(1, 1, *scores) if mask.dim() == 2 else out.view(sizes.batch, sizes.heads, *scores)
+
+
+def _padded(padding: Tensor, sizes: _Sizes) -> Tensor | None:
+    """A padding mask as [batch, 1, 1, keys]; None for another shape or a bias."""
+    out = _as_bool(padding) if padding.shape == (sizes.batch, sizes.keys) else None
+    return None if out is None else out[:, None, None, :]
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:

@@ -33,6 +33,9 @@ def watch_files(model: nn.Module) -> None:
     """Register the load hooks and wrap ``save_pretrained`` on a converted root, once, if it has a site that needs them."""
     if any(map(has_transposed, model.modules())) and not find_hooks(model._load_state_dict_pre_hooks, tell_layout):
         model.register_load_state_dict_pre_hook(tell_layout)
+        hooks: Any = model._load_state_dict_pre_hooks  # an OrderedDict
+        for key in find_hooks(hooks, tell_layout):
+            hooks.move_to_end(key, last=False)  # before a fusion's hook renames what it looks at
         model.register_load_state_dict_post_hook(forget_layout)
     if any(map(_is_renamed, model.modules())) and callable(getattr(type(model), "save_pretrained", None)):
         model.__dict__.setdefault("save_pretrained", SavePretrained(model))

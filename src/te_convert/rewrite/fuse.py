@@ -41,16 +41,20 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
     module = cls(*args, **kwargs)
     is_attention = isinstance(fusion.spec, DotProductAttentionSpec)
     record = (AttentionRecord if is_attention else FusedRecord)(fusion, module, scope, backend, members)
-    fill_parameters(module, fusion, scope, own)
-    quiet_children(module)
-    module.train(members[0][1].training)
-    module.__dict__[SITE_ATTRIBUTE] = record
-    _lend_all(record, decisions)
-    _register(root, module, record)
-    record.scope = module if scope in record.role("owner") else scope  # an owner leaves the tree
-    watch_scope(record.scope, module)
-    if isinstance(record, AttentionRecord):
-        attach(root, record)
+    try:
+        fill_parameters(module, fusion, scope, own)
+        quiet_children(module, fusion.weights)
+        module.train(members[0][1].training)
+        module.__dict__[SITE_ATTRIBUTE] = record
+        _lend_all(record, decisions)
+        _register(root, module, record)
+        record.scope = module if scope in record.role("owner") else scope  # an owner leaves the tree
+        watch_scope(record.scope, module)
+        if isinstance(record, AttentionRecord):
+            attach(root, record)
+    except BaseException:
+        restore_fusion(root, record, own)
+        raise
     return module, own
 
 
@@ -108,6 +112,7 @@ def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
         raise ValueError(f"{fusion.fqn}: {fusion.spec.name} has children called {', '.join(sorted(clash))} too")
     record.own_children = tuple(module._modules)
     module._modules.update(owner._modules)
+    record.owner_children = owner._modules
     owner.__dict__["_modules"] = module._modules
     for parent, child_name in find_parents(root)[id(owner)]:
         parent._modules[child_name] = module
@@ -115,6 +120,8 @@ def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
 
 def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None) -> nn.Module:
     """Take a fused module out: the members get their ``own`` Parameters back, or new ones with the values of now.
+
+    Also undoes a fusion that failed half-way.
 
     Returns:
         The root, which is the owner if the fused module was in the place of the root.
@@ -126,8 +133,9 @@ def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None)
     for (role, member), named in zip(record.members, fusion.members, strict=True):
         member.__dict__.pop(MEMBER_ATTRIBUTE, None)
         if role == "norm":
-            records = member.__dict__[RECORDS]
-            records.remove(record)
+            records = member.__dict__.get(RECORDS, [])
+            if record in records:
+                records.remove(record)
             if records:  # another fusion still reads this norm: it lends the parameters from now on
                 _lend_from(member, records[0])
                 continue
@@ -153,8 +161,11 @@ def _lend_from(norm: nn.Module, record: FusedRecord) -> None:
 def _unregister(root: nn.Module, record: FusedRecord) -> None:
     module = record.module
     owner = next(iter(record.role("owner")), None)
-    if owner is not None:
-        owner.__dict__["_modules"] = {n: child for n, child in module._modules.items() if n not in record.own_children}
+    if owner is not None and record.owner_children is not None:
+        children = {name: child for name, child in module._modules.items() if name not in record.own_children}
+        record.owner_children.clear()
+        record.owner_children.update(children)
+        owner.__dict__["_modules"] = record.owner_children
         owner.training = module.training
     for parent, name in find_parents(root)[id(module)]:
         if owner is not None:

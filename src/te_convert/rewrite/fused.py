@@ -44,6 +44,7 @@ class FusedRecord:
         fallbacks: how often a member ran its original forward instead.
         observer: called with (record, inputs, output) whenever the TE module ran.
         own_children: names of the TE module's children that are not the owner's.
+        owner_children: the owner's own dictionary of children, while it shares the TE module's.
         shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
     """
@@ -59,6 +60,7 @@ class FusedRecord:
     fallbacks: int = 0
     observer: Observer | None = None
     own_children: tuple[str, ...] = ()
+    owner_children: dict[str, nn.Module | None] | None = None
     shared: SharedInput = field(default_factory=SharedInput)
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 

@@ -106,7 +106,8 @@ def _separate(loan: Loan) -> nn.Parameter:
     held = [module._parameters[name] for _, _, module, name in loan.pieces]
     parameter = nn.Parameter(value, requires_grad=all(tensor is not None and tensor.requires_grad for tensor in held))
     gradients = [None if tensor is None else tensor.grad for tensor in held]
-    if all(gradient is not None for gradient in gradients):
-        parts = [op.part(grad, index) for (op, index, _, _), grad in zip(loan.pieces, gradients, strict=True) if grad is not None]
+    if any(gradient is not None for gradient in gradients):  # an expert without tokens may have none
+        whole = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held if tensor is not None]
+        parts = [op.part(grad, index) for (op, index, _, _), grad in zip(loan.pieces, whole, strict=True)]
         parameter.grad = gather([op for op, *_ in loan.pieces], parts).contiguous().clone()
     return parameter

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from te_convert.rewrite.fused import FusedRecord
 
 LOANS = "_te_convert_loans"
+_ORDER = "_te_convert_order"
+"""Where a borrower keeps the names of all parameters that it had, in their order."""
 
 _ORIGINAL_LAYOUT: ContextVar[bool] = ContextVar("te_convert_original_layout", default=False)
 """While True, members write their borrowed parameters into state dicts and the fused modules write nothing."""
@@ -155,6 +157,7 @@ def lend(module: nn.Module, mixin: type[Borrower], loans: dict[str, Loan]) -> No
     """Turn a module into a borrower; one that already borrows (a norm of several fusions) stays as it is."""
     if is_borrower(module):
         return
+    module.__dict__[_ORDER] = tuple(module._parameters)
     for name in loans:
         del module._parameters[name]
     module.__dict__[LOANS] = loans
@@ -166,7 +169,10 @@ def give_back(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     borrower: Any = module
     module.__class__ = borrower._te_base
     del module.__dict__[LOANS]
-    module._parameters = {**parameters, **module._parameters}
+    held = {**parameters, **module._parameters}
+    order = [name for name in module.__dict__.pop(_ORDER, ()) if name in held]
+    module._parameters.clear()
+    module._parameters.update({name: held[name] for name in dict.fromkeys((*order, *held))})
 
 
 def save_loans(module: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
-from te_convert.rewrite.loans import in_original_layout
+from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.rewrite.loans import holder_of, in_original_layout
 from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
+from te_convert.weights.ops import Fill, WeightMap
 
+_FILLED = "_te_convert_filled"
+"""Where a nested module keeps the names of its constants, which a checkpoint of the original does not have."""
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+_PLACE = "_te_convert_place"
+"""Where a part keeps the converted module that it is in, and its name there."""
 
 
 class _Quiet(nn.Module):
-    """Writes no empty ``_extra_state`` and does not miss it; writes nothing in the original layout."""
+    """Writes no empty ``_extra_state`` and misses neither that nor a constant; writes nothing in the original layout."""
 
     _te_base: type[nn.Module]
 
@@ -34,10 +42,18 @@ class _Quiet(nn.Module):
         error_msgs: list[str],
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        missing_keys[:] = [key for key in missing_keys if key != prefix + EXTRA_STATE]
+        forgiven = {prefix + name for name in (EXTRA_STATE, *self.__dict__.get(_FILLED, ()))}
+        missing_keys[:] = [key for key in missing_keys if key not in forgiven]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        outer, name = self.__dict__[_PLACE]
+        record = outer.__dict__.get(SITE_ATTRIBUTE)
+        if record is not None and record.backend == "te":  # the outer module is built anew, with its parts
+            return _get_part, (outer, name)
         return _rebuild, (self._te_base,), self.__dict__
+
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        return deepcopy_module(self, memo)
 
 
 def _quiet_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -52,8 +68,33 @@ def _rebuild(base: type[nn.Module]) -> nn.Module:
     return cls.__new__(cls)
 
 
-def quiet_children(module: nn.Module) -> None:
-    """Give every module inside a new TE module these manners."""
-    for child in module.modules():
+def _get_part(outer: nn.Module, name: str) -> nn.Module:
+    return outer.get_submodule(name)
+
+
+def deepcopy_module(module: nn.Module, memo: Any) -> nn.Module:
+    """``copy.deepcopy`` of a module whose ``__reduce_ex__`` is for pickling only."""
+    new = module.__class__.__new__(module.__class__)
+    memo[id(module)] = new
+    nn.Module.__setstate__(new, copy.deepcopy(module.__dict__, memo))
+    return new
+
+
+def quiet_children(module: nn.Module, weights: WeightMap) -> None:
+    """Give every module inside a new TE module, which ``weights`` fill, these manners."""
+    for place, child in module.named_modules():
         if child is not module and not isinstance(child, _Quiet):
             child.__class__ = _quiet_class(type(child))
+            child.__dict__[_PLACE] = (module, place)
+    for op in weights.ops:
+        holder, name = holder_of(module, op.dest)
+        if isinstance(op, Fill) and holder is not module:
+            holder.__dict__[_FILLED] = (*holder.__dict__.get(_FILLED, ()), name)
+
+
+def te_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A converted module and the TE modules inside it, with their names in it."""
+    yield "", module
+    for name, child in module.named_modules():
+        if isinstance(child, _Quiet):
+            yield name, child

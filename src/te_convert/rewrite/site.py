@@ -6,6 +6,7 @@ without TE's empty ``_extra_state``, and loading of checkpoints in the original 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_convert.match.groups import inside
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import module_class
 from te_convert.replacements.specs import (
@@ -29,6 +31,7 @@ from te_convert.rewrite.blocks import translate_call
 from te_convert.rewrite.fused import fused_record, get_fused
 from te_convert.rewrite.lazy import LazyNorm, unwrap
 from te_convert.rewrite.loans import in_original_layout, save_loans
+from te_convert.rewrite.portable import Portable
 from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
@@ -80,7 +83,7 @@ class Delegate:
         return self.converted.forward(*args, **kwargs)
 
 
-class TEState(nn.Module):
+class TEState(Portable):
     """Mixin in front of a TE module or a twin: the manners of its state dict, and the precision that the plan gives it."""
 
     def _precision(self) -> Any:
@@ -254,6 +257,7 @@ def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
     square: list[SiteRecord] = []
     seen: str | None = None
     for name, module in root.named_modules():
+        seen = seen or layout_of_fusion(name, module, state_dict, prefix)
         for op in _weights(module).ops if has_transposed(module) else ():
             if isinstance(op, Transpose):
                 own = tuple(getattr(module, op.dest).shape)
@@ -264,6 +268,21 @@ def tell_layout(root: nn.Module, state_dict: dict[str, Any], prefix: str, *_: An
                     seen = "te" if tuple(tensor.shape) == own else "original"
     for record in square:
         record.incoming = seen
+
+
+def layout_of_fusion(name: str, module: nn.Module, state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """Layout of a fused module's entries in a state dict; their names show it.  None for any other module or without entries."""
+    record = fused_record(module)
+    if record is None:
+        return None
+    inner = inside(record.decision.fqn, record.decision.scope)
+    outer = prefix + name.removesuffix(inner)
+    for op in record.decision.weights.ops:
+        if op.sources and outer + op.sources[0] in state_dict:
+            return "original"
+        if f"{prefix}{name}.{op.dest}" in state_dict:
+            return "te"
+    return None
 
 
 def forget_layout(root: nn.Module, _: Any) -> None:

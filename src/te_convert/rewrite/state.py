@@ -14,6 +14,7 @@ from te_convert.facts.sharing import module_names
 from te_convert.rewrite.apply import restore_site
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import original_layout
+from te_convert.rewrite.nested import te_parts
 from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
 from te_convert.rewrite.state_keys import EXTRA_STATE
 from te_convert.weights.ops import Fill, Transpose, WeightMap
@@ -57,7 +58,10 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
             for parameter_name, parameter in module._parameters.items():
                 if parameter is not None:
                     state[prefix + parameter_name] = parameter.detach()
-            state.setdefault(f"{prefix}{EXTRA_STATE}", torch.empty(0, dtype=torch.uint8))
+            for path, part in te_parts(module):
+                if type(part).get_extra_state is not nn.Module.get_extra_state:
+                    key = ".".join(filter(None, (name, path, EXTRA_STATE)))
+                    state.setdefault(key, torch.empty(0, dtype=torch.uint8))
     return state
 
 

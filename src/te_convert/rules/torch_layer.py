@@ -18,6 +18,7 @@ from te_convert.match.blocks import Block
 from te_convert.match.fusion import Fusion
 from te_convert.match.groups import Found
 from te_convert.match.torch_layers import (
+    LAYER_CHILDREN,
     TE_ACTIVATIONS,
     activation_name,
     attention_obstacles,
@@ -25,7 +26,10 @@ from te_convert.match.torch_layers import (
     block_members,
     layer_norm_ops,
     linear_ops,
+    part_obstacles,
+    site_obstacles,
     sizes_of,
+    weight_obstacles,
 )
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import TransformerLayerSpec, dtype_name
@@ -43,18 +47,23 @@ class TorchEncoderLayerRule(BlockRule):
     cls: type[nn.Module] = nn.TransformerEncoderLayer
 
     def looks_like(self, block: Block) -> bool:
-        """torch's own forward."""
+        """torch's own forward, and its own methods behind it."""
         module = block.site.module
-        return isinstance(module, self.cls) and type(module).forward is self.cls.forward
+        names = ("forward", *(name for name in vars(self.cls) if name.endswith("_block")))
+        return isinstance(module, self.cls) and all(getattr(type(module), n) is getattr(self.cls, n) for n in names)
 
     def propose(self, block: Block) -> Found:
         """A fusion, or every reason why the layer stays in parts."""
         layer: Any = block.site.module
-        obstacles = list(_obstacles(block, layer, self.layer_type))
+        obstacles = [*site_obstacles(block), *part_obstacles(layer, LAYER_CHILDREN), *_obstacles(layer, self.layer_type)]
         activation, approximation = _activation(layer, block.allow)
         if isinstance(activation, Reason):
             obstacles.append(activation)
         if obstacles or isinstance(activation, Reason):
+            return Found(advices={block.site.fqn: tuple(obstacles)})
+        weights = WeightMap(_ops(layer, self.layer_type == "decoder"))
+        obstacles = list(weight_obstacles(block, weights))
+        if obstacles:
             return Found(advices={block.site.fqn: tuple(obstacles)})
         spec = TransformerLayerSpec(
             hidden_size=layer.self_attn.embed_dim,
@@ -74,7 +83,6 @@ class TorchEncoderLayerRule(BlockRule):
         )
         fqn = block.site.fqn
         precision = block.precision(*sizes_of(layer.self_attn, layer.linear1))
-        weights = WeightMap(_ops(layer, self.layer_type == "decoder"))
         return Found((Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation),))
 
 
@@ -86,11 +94,19 @@ class TorchDecoderLayerRule(TorchEncoderLayerRule):
     cls = nn.TransformerDecoderLayer
 
 
-def _obstacles(block: Block, layer: Any, layer_type: str) -> Iterator[Reason]:
-    attentions = [layer.self_attn, *((layer.multihead_attn,) if layer_type == "decoder" else ())]
-    norms = [layer.norm1, layer.norm2, *((layer.norm3,) if layer_type == "decoder" else ())]
+def _obstacles(layer: Any, layer_type: str) -> Iterator[Reason]:
+    decoder = layer_type == "decoder"
+    attentions = [layer.self_attn, *((layer.multihead_attn,) if decoder else ())]
+    norms = [layer.norm1, layer.norm2, *((layer.norm3,) if decoder else ())]
     for attention in attentions:
-        yield from attention_obstacles(block, attention)
+        yield from attention_obstacles(attention)
+    if any(type(attention).forward is not nn.MultiheadAttention.forward for attention in attentions):
+        return  # it may have nothing of what is looked at below
+    if len({(a.embed_dim, a.num_heads, a.batch_first) for a in attentions}) > 1:
+        yield reason(ReasonCode.BLOCK_FORM, "its attentions differ in width, heads or layout")
+    dropouts = [layer.dropout, layer.dropout1, layer.dropout2, *((layer.dropout3,) if decoder else ())]
+    if any(type(dropout) not in (nn.Dropout, nn.Identity) for dropout in dropouts):
+        yield reason(ReasonCode.BLOCK_FORM, "something stands where its dropouts were")
     active = [name for name, child in layer.named_modules() if isinstance(child, nn.Dropout) and child.p > 0]
     if active or any(attention.dropout > 0 for attention in attentions):
         yield reason(ReasonCode.BLOCK_DROPOUT, f"p > 0 in {', '.join(active) or 'the attention'}")

@@ -17,7 +17,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.match.groups import CONTAINERS, Found, Group, LinearSite, NormSite, inside, joined_ops
 from te_convert.match.mlp import ERF, MLP, find_mlp
 from te_convert.match.proof import first_difference
-from te_convert.match.torch_layers import block_members, part_obstacles
+from te_convert.match.torch_layers import LAYER_CHILDREN, block_members, part_obstacles
 from te_convert.match.transformer_blocks import BlockError, Parts, parse_block
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import TransformerLayerSpec
@@ -49,7 +49,7 @@ class TransformerBlockRule(BlockRule):
             parts, mlp = _in_all_calls(block)
         except BlockError:  # most modules are no blocks
             return Found()
-        obstacles = [*part_obstacles(block.site.module), *_obstacles(block, parts)]
+        obstacles = [*part_obstacles(block.site.module, LAYER_CHILDREN), *_obstacles(block, parts)]
         activation, approximation = mlp.activation, ""
         if activation.endswith(ERF):
             activation, approximation = activation.removesuffix(ERF), _APPROXIMATION
@@ -113,6 +113,8 @@ def _obstacles(block: Block, parts: Parts) -> list[Reason]:
     others = [name for name, parameter in block.site.module.named_parameters() if id(parameter) not in owned]
     if others:
         reasons.append(reason(ReasonCode.BLOCK_FORM, f"it also holds {', '.join(others[:3])}"))
+    if parts.norms[0] == parts.norms[1]:
+        reasons.append(reason(ReasonCode.BLOCK_FORM, "one norm stands before both branches, te.TransformerLayer has two"))
     if any(site.ties for site in sites):
         reasons.append(reason(ReasonCode.BLOCK_FORM, "one of its parameters is tied"))
     if len({linear.spec.bias for linear in linears}) > 1:

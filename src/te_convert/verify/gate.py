@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_
 from te_convert.verify.isolate import SiteRecorder, approximation_of, as_original, observed, random_site_parity, takes_one_tensor
 from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
 from te_convert.verify.reference import Expected, Reference
-from te_convert.verify.run import Setting, prepared, run
+from te_convert.verify.run import prepared, run
 from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64
 
 _MAX_SEARCHES = 16
@@ -164,8 +164,8 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
         if expected.exact is not None:
             results.append(_judge_low(state, expected, outputs, low))
             if state.applied.backend == "reference":
-                wide = run(model, expected.scenario, Setting(expected.setting.perturb, torch.float32))
-                exact = Expected(expected.scenario, Setting(expected.setting.perturb, torch.float32), expected.exact)
+                wide = run(model, expected.scenario, replace(expected.setting, widen=torch.float32))
+                exact = Expected(expected.scenario, replace(expected.setting, widen=torch.float32), expected.exact)
                 results.append(_judge_exact(state, model, exact, wide, "float32"))
         return results or [_judge_exact(state, model, expected, outputs, str(low).removeprefix("torch."))]
     except Exception as error:
@@ -193,7 +193,7 @@ def _recheck_in_float64(
     The original modules put back must first give the recorded result: with other weights than the original's (a converted model
     that someone changed) float64 would compare the converted model with itself.
     """
-    setting = Setting(expected.setting.perturb, torch.float64)
+    setting = replace(expected.setting, widen=torch.float64)
     try:
         with as_original(state.applied, list(state.applied.sites)) as restored:
             again = run(restored, expected.scenario, expected.setting)

@@ -115,9 +115,12 @@ class SiteRecorder:
         self.figures[fqn] = MISMATCH
 
     def _compare(self, fqn: str, site: nn.Module, y: torch.Tensor, original: Run, converted: Run) -> None:
-        low = y.dtype in _LOW
         reference = site.__dict__[SITE_ATTRIBUTE].backend == "reference"
         own = original()
+        low = own.dtype in _LOW
+        if own.dtype is not y.dtype:
+            self._keep(fqn, MISMATCH)
+            return
         self.dtypes[fqn] = str(y.dtype).removeprefix("torch.")
         if not low:
             self._keep(fqn, self._look_closer(fqn, site, (original, converted), (own, y)))

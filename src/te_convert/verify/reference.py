@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -38,12 +38,14 @@ class Reference:
         runs: what the converted model must reproduce.
         reproduces: figures of the original against itself; bit-equal for nearly all models.
         low: the low-precision dtype of the model, or None.
+        hide_padding: padded positions of the outputs are left out of every comparison.
         notes: what could not be run or proves little.
     """
 
     runs: list[Expected] = field(default_factory=list)
     reproduces: Figures | None = None
     low: torch.dtype | None = None
+    hide_padding: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -57,18 +59,18 @@ def low_precision_dtype(model: nn.Module) -> torch.dtype | None:
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in _LOW), None)
 
 
-def record_reference(model: nn.Module, scenarios: Sequence[Scenario]) -> Reference:
+def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_padding: bool = False) -> Reference:
     """Run the original in every scenario, perturbed and not, at other shapes, and twice to see whether it reproduces itself.
 
     Never raises for a scenario that does not run; the notes then say so.
     """
-    reference = Reference(low=low_precision_dtype(model))
+    reference = Reference(low=low_precision_dtype(model), hide_padding=hide_padding)
     for index, scenario in enumerate(map(in_eval, scenarios)):
-        plain = _try(model, scenario, Setting(), reference)
+        plain = _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference)
         if plain is None:
             continue
         reference.runs.append(plain)
-        if padding_mask(model, scenario) is not None:
+        if hide_padding and padding_mask(model, scenario) is not None:
             reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
         if not _finite(plain.outputs):
             reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
@@ -84,18 +86,26 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario]) -> Referen
 
 def _add(model: nn.Module, scenario: Scenario, reference: Reference, plain: Expected | None = None) -> None:
     """One perturbed run; without the perturbation (``plain``, if it was made already) when that makes the original non-finite."""
-    found = _try(model, scenario, Setting(perturb=True), reference, quiet=plain is None)
+    found = _try(model, scenario, Setting(True, hide_padding=reference.hide_padding), reference, quiet=plain is None)
     if found is not None and not _finite(found.outputs):
         reference.notes.append(f"{scenario.name}: not finite with perturbed parameters, compared without perturbation")
-        found = None if plain is not None else _try(model, scenario, Setting(), reference, quiet=True)
+        found = (
+            None
+            if plain is not None
+            else _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference, quiet=True)
+        )
     if found is not None:
         reference.runs.append(found)
 
 
 def _add_train(model: nn.Module, scenario: Scenario, reference: Reference) -> None:
     """Train mode under the same seed, where the original reproduces itself there (dropout draws the same numbers)."""
-    found = _try(model, scenario, Setting(perturb=True), reference, quiet=True)
-    again = _try(model, scenario, Setting(perturb=True), reference, quiet=True) if found is not None else None
+    found = _try(model, scenario, Setting(True, hide_padding=reference.hide_padding), reference, quiet=True)
+    again = (
+        _try(model, scenario, Setting(True, hide_padding=reference.hide_padding), reference, quiet=True)
+        if found is not None
+        else None
+    )
     if found is not None and again is not None and compare_outputs(found.outputs, again.outputs)[1].bit_equal:
         reference.runs.append(found)
 
@@ -113,7 +123,7 @@ def _try(model: nn.Module, scenario: Scenario, setting: Setting, reference: Refe
     exact = None
     if reference.low is not None:
         try:
-            exact = run(model, scenario, Setting(setting.perturb, torch.float32))
+            exact = run(model, scenario, replace(setting, widen=torch.float32))
         except Exception as error:
             reference.notes.append(f"{scenario.name}: no float32 result of the original: {describe_error(error)}")
     return Expected(scenario, setting, outputs, exact)

@@ -27,10 +27,12 @@ class Setting:
     Attributes:
         perturb: move every 1-D parameter first.
         widen: compute in this dtype instead of the model's own.
+        hide_padding: put zeros at padded positions of the outputs, whose values converted attention need not reproduce.
     """
 
     perturb: bool = False
     widen: torch.dtype | None = None
+    hide_padding: bool = False
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def run(model: nn.Module, scenario: Scenario, setting: Setting) -> Outputs:
         Exception: whatever the model raises.
     """
     with prepared(model, scenario, setting) as ready:
-        output, padded = ready.call(model), padding_mask(model, ready)
+        output, padded = ready.call(model), padding_mask(model, ready) if setting.hide_padding else None
         tensors = [(path, tensor.detach().clone()) for path, tensor in iter_tensors(output)]
         return tensors if padded is None else [(path, hide_padding(tensor, padded)) for path, tensor in tensors]
 

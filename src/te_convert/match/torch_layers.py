@@ -130,6 +130,11 @@ def linear_ops(linear: nn.Linear, source: str, dest: str) -> tuple[WeightOp, ...
     return tuple(Move(f"{source}.{name}", f"{dest}_{name}") for name in names)
 
 
+def approximated(fqn: str, approximation: str) -> dict[str, tuple[Reason, ...]]:
+    """What to say about a module whose erf GELU becomes a tanh GELU because the caller allowed it."""
+    return {fqn: (reason(ReasonCode.ACTIVATION_APPROXIMATED, "erf GELU computed as tanh GELU"),)} if approximation else {}
+
+
 def activation_name(function: Any) -> str | None:
     """The activation's name in facts/activations.py, or None."""
     return probe_activation(function)

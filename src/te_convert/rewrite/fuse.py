@@ -19,7 +19,7 @@ from te_convert.rewrite.fused_parameters import Own, fill_parameters, own_parame
 from te_convert.rewrite.loans import LOANS, Borrower, Loan, give_back, is_borrower, lend
 from te_convert.rewrite.nested import quiet_children
 from te_convert.rewrite.site import site_class
-from te_convert.weights.ops import Concat
+from te_convert.weights.ops import Concat, SwapHalves
 
 
 def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backend: str) -> tuple[nn.Module, Own]:
@@ -43,6 +43,9 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
     record = (AttentionRecord if is_attention else FusedRecord)(fusion, module, scope, backend, members)
     try:
         fill_parameters(module, fusion, scope, own)
+        record.apart = {
+            op.source: own[op.source] for op in fusion.weights.ops if isinstance(op, SwapHalves) and own[op.source].dim() == 1
+        }
         quiet_children(module, fusion.weights)
         module.train(members[0][1].training)
         module.__dict__[SITE_ATTRIBUTE] = record

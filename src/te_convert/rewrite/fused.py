@@ -45,6 +45,7 @@ class FusedRecord:
         observer: called with (record, inputs, output) whenever the TE module ran.
         own_children: names of the TE module's children that are not the owner's.
         owner_children: the owner's own dictionary of children, while it shares the TE module's.
+        apart: original vectors whose memory the TE module does not share, by source name; a perturbation has to reach them too.
         shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
     """
@@ -61,6 +62,7 @@ class FusedRecord:
     observer: Observer | None = None
     own_children: tuple[str, ...] = ()
     owner_children: dict[str, nn.Module | None] | None = None
+    apart: dict[str, nn.Parameter] = field(default_factory=dict)
     shared: SharedInput = field(default_factory=SharedInput)
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
@@ -151,13 +153,13 @@ class FusedRecord:
         new.module = copy.deepcopy(self.module, memo)
         new.scope = copy.deepcopy(self.scope, memo)
         new.members = copy.deepcopy(self.members, memo)
-        new.own_children = self.own_children
+        new.own_children, new.owner_children = self.own_children, copy.deepcopy(self.owner_children, memo)
         new.switches = copy.deepcopy(self.switches, memo)
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing of a run that is under way."""
-        return {**self.__dict__, "observer": None, "own": None, "shared": SharedInput(), "executed": 0, "fallbacks": 0}
+        return {**self.__dict__, "observer": None, "own": None, "shared": SharedInput(), "apart": {}, "executed": 0, "fallbacks": 0}
 
 
 def fused_record(module: nn.Module) -> FusedRecord | None:

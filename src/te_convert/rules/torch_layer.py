@@ -21,6 +21,7 @@ from te_convert.match.torch_layers import (
     LAYER_CHILDREN,
     TE_ACTIVATIONS,
     activation_name,
+    approximated,
     attention_obstacles,
     attention_ops,
     block_members,
@@ -83,7 +84,8 @@ class TorchEncoderLayerRule(BlockRule):
         )
         fqn = block.site.fqn
         precision = block.precision(*sizes_of(layer.self_attn, layer.linear1))
-        return Found((Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation),))
+        fusion = Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation)
+        return Found((fusion,), approximated(fqn, approximation))
 
 
 class TorchDecoderLayerRule(TorchEncoderLayerRule):

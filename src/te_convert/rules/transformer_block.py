@@ -17,7 +17,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.match.groups import CONTAINERS, Found, Group, LinearSite, NormSite, inside, joined_ops
 from te_convert.match.mlp import ERF, MLP, find_mlp
 from te_convert.match.proof import first_difference
-from te_convert.match.torch_layers import LAYER_CHILDREN, block_members, part_obstacles
+from te_convert.match.torch_layers import LAYER_CHILDREN, approximated, block_members, part_obstacles
 from te_convert.match.transformer_blocks import BlockError, Parts, parse_block
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import TransformerLayerSpec
@@ -63,7 +63,8 @@ class TransformerBlockRule(BlockRule):
             return _no(block, ReasonCode.BLOCK_FORM, difference)
         fqn = block.site.fqn
         precision = block.precision(spec.hidden_size, spec.ffn_hidden_size)
-        return Found((Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation),))
+        fusion = Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation)
+        return Found((fusion,), approximated(fqn, approximation))
 
 
 def _no(block: Block, code: ReasonCode, detail: str) -> Found:

@@ -79,6 +79,9 @@ def _of_converted(prefix: str, module: nn.Module, seen: set[int]) -> Iterator[Or
             seen.add(id(parameter))
             continue
         yield OriginalParameters(parameter, tuple(f"{outer}.{source}" if outer else source for source in op.sources), op)
+    record = fused_record(module)
+    for source, parameter in record.apart.items() if record is not None else ():  # the original's own, for comparisons with it
+        yield OriginalParameters(parameter, (f"{outer}.{source}" if outer else source,))
 
 
 def _outer(prefix: str, module: nn.Module) -> str:

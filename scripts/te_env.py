@@ -101,7 +101,15 @@ class Environment:
         problem = self.imports_te()
         if problem is not None and "undefined symbol" in problem:
             say("     pip's extension was compiled for another torch: compiling it again")
-            self.pip("the torch extension", "--no-build-isolation", "--no-deps", "--no-cache-dir", "--force-reinstall", EXTENSION, env=env)
+            self.pip(
+                "the torch extension",
+                "--no-build-isolation",
+                "--no-deps",
+                "--no-cache-dir",
+                "--force-reinstall",
+                EXTENSION,
+                env=env,
+            )
             problem = self.imports_te()
         if problem is not None:
             raise FailedError(f"Transformer Engine was installed and does not import: {problem}")
@@ -142,7 +150,9 @@ def find_toolkit() -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--venv", type=Path, default=ROOT / ".venv-te", help="the environment (default: .venv-te in the repository)")
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv-te", help="the environment (default: .venv-te in the repository)"
+    )
     parser.add_argument("--no-tests", action="store_true", help="only make the environment")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest")
     options = parser.parse_args()

@@ -71,6 +71,7 @@ class ReasonCode(str, Enum):
     ATTENTION_FORM = "attention.form"
     ATTENTION_MIXED = "attention.mixed-use"
     ATTENTION_WEIGHTS = "attention.weights-asked"
+    ATTENTION_EAGER_REGION = "attention.eager-region"
     ATTENTION_IMPLEMENTATION = "attention.implementation"
     ATTENTION_NOT_SWITCHABLE = "attention.not-switchable"
     ATTENTION_NO_SDPA = "attention.no-sdpa"
@@ -302,6 +303,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "The attention weights are asked for, which no fused attention computes.",
         "call the module with need_weights=False",
+    ),
+    ReasonCode.ATTENTION_EAGER_REGION: ReasonInfo(
+        _R,
+        "Attention is written out with a softmax; it is replaced only as part of a whole block that is proved equal.",
+        "call torch.nn.functional.scaled_dot_product_attention instead",
     ),
     ReasonCode.ATTENTION_MIXED: ReasonInfo(
         _A,

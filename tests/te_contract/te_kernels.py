@@ -152,9 +152,7 @@ def layernorm_bwd(
     return dx.to(x.dtype), _rows(dy.float() * normed).sum(0).to(weight.dtype), _rows(dy).sum(0).to(weight.dtype)
 
 
-def rmsnorm_bwd(
-    dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, sm_margin: int, zero_centered: bool) -> tuple[Tensor, Tensor]:
     """Gradients of input and weight."""
     normed = x.float() * scale.unsqueeze(-1)
     inner = dy.float() * _gamma(weight, zero_centered)

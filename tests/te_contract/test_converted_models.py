@@ -200,7 +200,9 @@ def assert_same_gradients(model: nn.Module, original: nn.Module) -> None:
             continue
         assert other.grad is not None, name
         largest = max(1.0, float(parameter.grad.abs().max()))
-        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-5, atol=1e-5 * largest, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            other.grad, parameter.grad, rtol=1e-5, atol=1e-5 * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @every_case

@@ -146,7 +146,9 @@ def test_layer_norm_mlp(activation: str, norm: str, bias: bool, zero_centered: b
 # --- attention -----------------------------------------------------------------------------------------------------------------
 
 
-def attention(heads: int = HEADS, groups: int = HEADS, channels: tuple[int, int] = (8, 8), **options: Any) -> DotProductAttentionSpec:
+def attention(
+    heads: int = HEADS, groups: int = HEADS, channels: tuple[int, int] = (8, 8), **options: Any
+) -> DotProductAttentionSpec:
     arguments = {"softmax_scale": None, "attention_dropout": 0.0, "dtype": "float32", **options}
     return DotProductAttentionSpec(heads, channels, groups, **arguments)
 

@@ -9,18 +9,16 @@ What is found is a candidate; the rule proves it by running both on numbers.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from te_convert.capture.graph import ModuleCall, Recording
+from te_convert.match.attention_cores import SHAPES, AttentionCore, called_core, name_of, written_core
 from te_convert.match.blocks import Block
 from te_convert.match.readers import is_dropout, node_name
 
-_SHAPES = frozenset({"transpose", "reshape", "view", "contiguous", "permute", "flatten", "unflatten", "unbind", "chunk", "split"})
-_ITEMS = frozenset({"getitem", "__getitem__"})
 _MAX_STEPS = 40
 
 
@@ -40,7 +38,7 @@ class Parts:
         inputs: the MLP's first Linear, or (gate, up) in graph order.
         down: the MLP's last Linear.
         heads: number of attention heads.
-        is_causal: the attention is causal.
+        is_causal: the attention is causal; None for one that is written out, whose mask only numbers show.
         first, last: nodes of the MLP's first and last Linear.
     """
 
@@ -51,7 +49,7 @@ class Parts:
     inputs: tuple[str, ...]
     down: str
     heads: int
-    is_causal: bool
+    is_causal: bool | None
     first: fx.Node
     last: fx.Node
 
@@ -80,9 +78,8 @@ def parse_block(block: Block, recording: Recording, call: ModuleCall) -> Parts:
     if not _is_norm(mlp_norm, block):
         raise BlockError("no norm stands before the MLP")
     proj = _projection(terms, block)
-    sdpa = _attention_behind(proj, block)
-    assert sdpa is not None  # that is what makes it the projection
-    qkv = _qkv(sdpa, block)
+    core = _core_of(proj, block)
+    qkv = _qkv(core, block)
     norm = _source(qkv[0], block)
     if not _is_norm(norm, block) or any(_source(node, block) is not norm for node in qkv):
         raise BlockError("no norm stands before the attention")
@@ -91,7 +88,7 @@ def parse_block(block: Block, recording: Recording, call: ModuleCall) -> Parts:
     order = "parallel" if _source(mlp_norm, block) is x else "pre"
     if order == "pre" and not _is_sum_of(_source(mlp_norm, block), (x, proj), block, x):
         raise BlockError("its second norm does not read the first residual")
-    return _parts(order, (norm, mlp_norm), qkv, proj, inputs, down, sdpa)
+    return _parts(order, (norm, mlp_norm), qkv, proj, inputs, down, core)
 
 
 def _post_norm(block: Block, x: fx.Node, out: fx.Node, terms: list[fx.Node], down: fx.Node, inputs: list[fx.Node]) -> Parts:
@@ -100,12 +97,11 @@ def _post_norm(block: Block, x: fx.Node, out: fx.Node, terms: list[fx.Node], dow
         raise BlockError("its second residual is not the first norm's output")
     inner = _terms(middle.all_input_nodes[0], block, x)
     proj = _projection(inner, block)
-    sdpa = _attention_behind(proj, block)
-    assert sdpa is not None
-    qkv = _qkv(sdpa, block)
+    core = _core_of(proj, block)
+    qkv = _qkv(core, block)
     if set(inner) != {x, proj} or any(_source(node, block) is not x for node in qkv):
         raise BlockError("its first residual is not its input")
-    return _parts("post", (middle, out), qkv, proj, inputs, down, sdpa)
+    return _parts("post", (middle, out), qkv, proj, inputs, down, core)
 
 
 def _parts(
@@ -115,11 +111,9 @@ def _parts(
     proj: fx.Node,
     inputs: list[fx.Node],
     down: fx.Node,
-    sdpa: fx.Node,
+    core: AttentionCore,
 ) -> Parts:
-    query = sdpa.args[0]
-    assert isinstance(query, fx.Node)
-    shape = query.meta["tensor_meta"].shape
+    shape = core.query.meta["tensor_meta"].shape
     if len(shape) != 4:
         raise BlockError("its attention has no head dimension")
     return Parts(
@@ -130,7 +124,7 @@ def _parts(
         inputs=tuple(str(node.target) for node in inputs),
         down=str(down.target),
         heads=int(shape[1]),
-        is_causal=_is_causal(sdpa),
+        is_causal=_is_causal(core.output) if core.is_call else None,
         first=inputs[0],
         last=down,
     )
@@ -186,19 +180,26 @@ def _is_sum_of(node: fx.Node, wanted: tuple[fx.Node, ...], block: Block, stop: f
     return set(_terms(node, block, stop)) == set(wanted)
 
 
-def _attention_behind(node: fx.Node, block: Block) -> fx.Node | None:
-    """The scaled_dot_product_attention whose output a Linear reads, through changes of shape."""
+def _attention_behind(node: fx.Node, block: Block) -> AttentionCore | None:
+    """The attention whose output a Linear reads, through changes of shape."""
     if not _is_linear(node, block):
         return None
     for _ in range(_MAX_STEPS):
         if len(node.all_input_nodes) != 1:
             return None
         node = node.all_input_nodes[0]
-        if node_name(node) == "scaled_dot_product_attention":
-            return node
-        if node_name(node) not in _SHAPES and not _is_idle(node, block):
+        core = called_core(node) or written_core(node, lambda found: _is_idle(found, block))
+        if core is not None:
+            return core
+        if name_of(node) not in SHAPES and not _is_idle(node, block):
             return None
     return None
+
+
+def _core_of(proj: fx.Node, block: Block) -> AttentionCore:
+    core = _attention_behind(proj, block)
+    assert core is not None  # that is what makes it the projection
+    return core
 
 
 def _projection(terms: list[fx.Node], block: Block) -> fx.Node:
@@ -208,18 +209,22 @@ def _projection(terms: list[fx.Node], block: Block) -> fx.Node:
     return found[0]
 
 
-def _qkv(sdpa: fx.Node, block: Block) -> list[fx.Node]:
+def _qkv(core: AttentionCore, block: Block) -> list[fx.Node]:
     """The Linears behind queries, keys and values: three, or one for all."""
     found = []
-    for node in sdpa.args[:3]:
-        steps = 0
-        while isinstance(node, fx.Node) and not _is_linear(node, block):
-            known = _is_idle(node, block) or node_name(node) in _SHAPES | _ITEMS or node.target in (operator.getitem, getattr)
+    for start in (core.query, core.key, core.value):
+        node, steps = start, 0
+        while not _is_linear(node, block):
+            known = (
+                _is_idle(node, block)
+                or name_of(node) in SHAPES
+                or (not core.is_call and name_of(node) in ("mul", "div", "truediv"))
+            )
             if not known or len(node.all_input_nodes) != 1 or steps > _MAX_STEPS:
                 raise BlockError(f"{node_name(node)} stands between the projections and the attention")
             node, steps = node.all_input_nodes[0], steps + 1
         found.append(node)
-    unique = list(dict.fromkeys(node for node in found if isinstance(node, fx.Node)))
+    unique = list(dict.fromkeys(found))
     if len(unique) not in (1, 3):
         raise BlockError("queries, keys and values come from two Linears")
     return unique

@@ -16,6 +16,7 @@ from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.match.fusion import Fusion
 from te_convert.plan.attentions import attention_decisions, settle_attention
+from te_convert.plan.eager_attention import eager_decisions
 from te_convert.plan.fusions import existing_fusions, fuse_decisions
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
@@ -40,6 +41,9 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
     changed, fusions = fuse_decisions(model, capture, sites, config) if config.fuse else ({}, ())
     attention_fusions = settle_attention(changed, fusions, attention, attention_fusions)
     kept = existing_fusions(model)
+    if config.fuse:
+        decided = {site.fqn: changed.get(site.fqn, decision) for site, decision in sites}
+        changed |= eager_decisions(dict(model.named_modules()), capture, candidates, decided, (*fusions, *kept.values()))
     final = [changed.get(site.fqn, decision) for site, decision in sites]
     decisions = [_renamed(decision, kept) for decision in final if decision is not None]
     failures = tuple(f"scenario {name} did not run: {error}" for name, error in capture.failures)

@@ -86,6 +86,16 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
         else:
             module.__dict__[RECORDS] = record
             lend(module, GroupedForward if role == "experts" else Borrower, ordered)
+    for name, module in _inside_owner(record):
+        decision = decisions.get(name)
+        if decision is not None and decision.fused_into == fusion.fqn:
+            module.__dict__[MEMBER_ATTRIBUTE] = decision
+
+
+def _inside_owner(record: FusedRecord) -> list[tuple[str, nn.Module]]:
+    """The modules inside a module that became one TE module, also those that own nothing (an attention), by their names."""
+    prefix = f"{record.decision.member('owner')}." if record.decision.member("owner") else ""
+    return [(prefix + name, part) for owner in record.role("owner") for name, part in owner.named_modules() if name]
 
 
 def _rows(loans: dict[str, Loan]) -> int:
@@ -148,6 +158,10 @@ def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None)
         member.__dict__.pop(RECORDS, None)
         member.__dict__.pop(ROWS, None)
         member.__dict__.pop("_te_convert_dtypes", None)
+    for _, part in _inside_owner(record):
+        decision = part.__dict__.get(MEMBER_ATTRIBUTE)
+        if decision is not None and decision.fused_into == fusion.fqn:
+            del part.__dict__[MEMBER_ATTRIBUTE]
     _unregister(root, record)
     unwatch_scope(record.scope, module)
     if isinstance(record, AttentionRecord):

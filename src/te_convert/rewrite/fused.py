@@ -123,6 +123,7 @@ class FusedRecord:
     def _run_owner(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The owner's own forward without dropouts, which the TE module does not have either; the first of several results."""
         (owner,) = self.role("owner")
+        owner.training = self.module.training  # it is no part of the tree
         dropouts = [module for module in (*self.role("dropout-inside"), *self.role("dropout-after")) if module.training]
         try:
             for module in dropouts:

@@ -57,14 +57,25 @@ class TransformerBlockRule(BlockRule):
                 obstacles.append(reason(ReasonCode.ACTIVATION_GELU_ERF, "the activation is GELU by erf; TE's is tanh GELU"))
         if obstacles:
             return Found(advices={block.site.fqn: tuple(obstacles)})
-        spec, weights = _spec(block, parts, activation), WeightMap(_ops(block, parts, mlp))
-        difference = block.cached_deep(lambda: first_difference(block, spec, weights, approximate=bool(approximation)))
+        weights = WeightMap(_ops(block, parts, mlp))
+        spec, difference = block.cached_deep(lambda: _prove(block, parts, activation, weights, bool(approximation)))
         if difference:
             return _no(block, ReasonCode.BLOCK_FORM, difference)
         fqn = block.site.fqn
         precision = block.precision(spec.hidden_size, spec.ffn_hidden_size)
         fusion = Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation)
         return Found((fusion,), approximated(fqn, approximation))
+
+
+def _prove(block: Block, parts: Parts, activation: str, weights: WeightMap, approximate: bool) -> tuple[TransformerLayerSpec, str]:
+    """The spec whose twin gives the block's results, and ""; or the last one tried, and how it differs."""
+    masks = ("causal", "no_mask") if parts.is_causal is None else ("causal" if parts.is_causal else "no_mask",)
+    for mask in masks:
+        spec = _spec(block, parts, activation, mask)
+        difference = first_difference(block, spec, weights, approximate=approximate)
+        if not difference:
+            break
+    return spec, difference
 
 
 def _no(block: Block, code: ReasonCode, detail: str) -> Found:
@@ -131,7 +142,7 @@ def _obstacles(block: Block, parts: Parts) -> list[Reason]:
     return reasons
 
 
-def _spec(block: Block, parts: Parts, activation: str) -> TransformerLayerSpec:
+def _spec(block: Block, parts: Parts, activation: str, mask: str) -> TransformerLayerSpec:
     down, norm = block.linears[parts.down].spec, block.norms[parts.norms[0]].facts
     return TransformerLayerSpec(
         hidden_size=down.out_features,
@@ -146,7 +157,7 @@ def _spec(block: Block, parts: Parts, activation: str) -> TransformerLayerSpec:
         parallel_attention_mlp=parts.order == "parallel",
         layer_type="encoder",
         attn_input_format="bshd",
-        self_attn_mask_type="causal" if parts.is_causal else "no_mask",
+        self_attn_mask_type=mask,
         dtype=down.dtype,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from te_convert.errors import InputError
 from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
+from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
+from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.site import get_record, is_converted
 from te_convert.rewrite.state import (
     converted_modules,
@@ -36,6 +38,7 @@ from te_convert.runtime.doctor import Check, run_checks
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import record_reference
+from te_convert.verify.steps import compare_steps
 
 __all__ = [
     "Check",
@@ -185,10 +188,16 @@ def analyze(
     return make_plan(model, captured, config, notes)
 
 
-def verify(original: nn.Module, converted: nn.Module, inputs: Any) -> Parity:
-    """Compare a converted model with its original: whole model in several shapes, and each converted site alone.
+def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int = 0) -> Parity:
+    """Compare a converted model with its original: whole model in several shapes, gradients, each converted site alone.
 
     Both models are left as they are.  Nothing is reverted.
+
+    Args:
+        original: the model before conversion.
+        converted: the converted model.
+        inputs: as ``example_inputs`` of :func:`convert`.
+        steps: also take so many optimizer steps on copies of both models and compare the losses.
 
     Raises:
         InputError: no inputs, or the original fails on them.
@@ -196,12 +205,19 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any) -> Parity:
     scenarios = normalize_inputs(inputs)
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
-    reference = record_reference(original, scenarios)
+    fusions = [record.decision for module in converted.modules() if (record := fused_record(module)) is not None]
+    attention = any(isinstance(fusion.spec, DotProductAttentionSpec) for fusion in fusions)
+    reference = record_reference(original, scenarios, hide_padding=attention)
     if not reference.runs:
         raise InputError(f"the original fails on the inputs: {'; '.join(reference.notes)}", "pass inputs that it takes")
     sites = dict(converted_modules(converted))
     backend = next((get_record(site).backend for site in sites.values()), "reference")
-    return verify_applied(Applied(converted, backend, sites), reference, revert=False)
+    parity = verify_applied(Applied(converted, backend, sites), reference, revert=False)
+    if steps and parity.scenarios:
+        curve = compare_steps(original, converted, scenarios[0], steps)
+        status = parity.status if curve.passed else "failed"
+        parity = replace(parity, status=status, scenarios=(*parity.scenarios, curve))
+    return parity
 
 
 def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Module:

@@ -31,9 +31,17 @@ from te_convert.runtime.probe import describe_environment
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import Reference, record_reference
+from te_convert.verify.variants import padded_variants
 
 Converted = tuple[nn.Module, Report, Plan]
 """The converted model (or the model unchanged), the report, and the decisions that the model carries."""
+
+_OPTIONAL = {
+    "gradients": "gradients",
+    "generate": "generate() with a cache",
+    "padded left": "padded batches",
+}
+"""Scenario → what stays unverified without it."""
 
 PLAN_ATTRIBUTE = "_te_convert_plan"
 """Where a converted root keeps its plan, for autocast() and save()."""
@@ -167,6 +175,7 @@ def observe(
             else "no example inputs were given and none could be derived: modules were judged by what they are, not by their use"
         )
     runs = [*scenarios, *(other_mode(s, training=not model.training) for s in scenarios[:1])]
+    runs += [padded for s in scenarios[:1] for padded in padded_variants(model, s)[:1]]
     captured = capture(model, runs, LeafPolicy(), lambda a, b: config.report_progress("capture", a, b))
     if given and not captured.has_graph and not is_meta(model):
         raise InputError(
@@ -199,7 +208,9 @@ def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig) -> tuple[st
         lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
     if plan.recipe not in (None, "bf16"):
         lines.append(f"the recipe {plan.recipe}: everything ran in the model's own precision")
-    lines += ["gradients and training steps", "generate() with a cache, and padded batches"]
+    compared = {s.name.rpartition("[")[2].rstrip("]") for s in parity.scenarios}
+    lines += [text for name, text in _OPTIONAL.items() if name not in compared]
+    lines.append("training steps: te_convert.verify(..., steps=N) compares them")
     return tuple(lines)
 
 

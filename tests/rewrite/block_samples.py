@@ -305,6 +305,7 @@ def check_in_place(model: nn.Module, inputs: tuple[Any, ...], before: Any, state
     assert all(module.training for module in root.modules())
     root.eval()
     assert not any(module.training for module in root.modules())
+    root.train(before[""][-1])
     back = te_convert.revert(root)
     assert layout(back) == before
     assert {name: id(module) for name, module in back.named_modules()} == children

@@ -312,11 +312,13 @@ def test_batches_that_do_not_fit_fail_as_before() -> None:
 def test_dropout_in_training_runs_the_original() -> None:
     model = perturb(Attends(dropout=0.5))
     root = convert(model, (X,)).model.train()
+    record = records(root)["attn"]
+    executed, record.fallbacks = record.executed, 0
     torch.manual_seed(0)
     expected = model.train()(X)
     torch.manual_seed(0)
     assert torch.equal(root(X), expected)
-    assert records(root)["attn"].fallbacks == 1
+    assert (record.executed, record.fallbacks) == (executed, 1)
 
 
 @pytest.mark.parametrize("place", ["dropout1", "self_attn"])

@@ -32,6 +32,7 @@ class AttentionCall:
         tensors: names of further arguments that hold tensors.
         options: further arguments that are plain values, without those that are None.
         positional: arguments given by position.
+        bias: shape of a float tensor that is added to the scores, one of ``tensors``; None without one.
     """
 
     fqn: str
@@ -47,6 +48,7 @@ class AttentionCall:
     tensors: tuple[str, ...]
     options: tuple[tuple[str, Any], ...]
     positional: int
+    bias: tuple[int, ...] | None = None
 
 
 class AttentionListener(Protocol):
@@ -71,6 +73,8 @@ def _describe(
     named.pop("attention_mask", None)
     scaling, dropout = named.pop("scaling", None), named.pop("dropout", 0.0)
     tensors, options = split_options(named)
+    bias = named.get("position_bias")
+    added = tuple(bias.shape) if isinstance(bias, torch.Tensor) and bias.is_floating_point() else None
 
     def call(fqn: str) -> AttentionCall:
         return AttentionCall(
@@ -87,6 +91,7 @@ def _describe(
             tensors=tensors,
             options=tuple(sorted(options.items())),
             positional=len(args),
+            bias=added,
         )
 
     return call

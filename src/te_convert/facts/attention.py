@@ -28,6 +28,9 @@ IGNORED_TENSORS = frozenset(
 )
 """Tensor arguments that Transformers passes through every layer and that SDPA and eager attention do not read."""
 
+BIAS = "position_bias"
+"""Name under which Transformers' attention functions take what is added to the scaled scores."""
+
 UNDERSTOOD = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "softcap"})
 """Arguments whose meaning is known."""
 
@@ -65,6 +68,7 @@ class AttentionFacts:
         channels: size of a head of queries and keys, and of values.
         scale: factor of the scores.
         softcap: bound of the scores, 0 for none.
+        bias: every call brings a bias [1, heads, queries, keys] of the scores.
     """
 
     heads: int
@@ -72,6 +76,7 @@ class AttentionFacts:
     channels: tuple[int, int]
     scale: float
     softcap: float
+    bias: bool = False
 
 
 def is_understood(function: AttentionFunction, tensors: tuple[str, ...], options: Mapping[str, Any]) -> str:
@@ -112,6 +117,8 @@ def probe_attention(
 ) -> None:
     """Check that a function is softmax attention with these facts, on random tensors, without and with a mask.
 
+    Where the calls bring a bias, it is given one.
+
     Without a mask SDPA is causal where the module is, and eager attention is full.
 
     Raises:
@@ -125,27 +132,32 @@ def probe_attention(
     causal = implementation == "sdpa" and bool(options.get("is_causal", getattr(module, "is_causal", True)))
     plain = torch.ones(5, 5, dtype=torch.bool).tril() if causal else torch.ones(5, 5, dtype=torch.bool)
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
-    given = {name: value for name, value in options.items() if name != "output_attentions"}
+    given: dict[str, Any] = {name: value for name, value in options.items() if name != "output_attentions"}
+    bias = torch.randn(1, facts.heads, 5, 5, generator=generator) if facts.bias else None
+    given |= {} if bias is None else {BIAS: bias}
     for mask, visible in ((None, plain), (keep if implementation == "sdpa" else added, keep)):
         try:
             with torch.no_grad():
                 output = function(module, query, key, value, mask, scaling=facts.scale, dropout=0.0, **given)[0]
         except Exception as error:
             raise ProbeError(f"it raised {type(error).__name__}: {error}") from error
-        expected = _attention(query, key, value, facts, visible)
+        expected = _attention((query, key, value), facts, visible, bias)
         if output.shape != expected.shape:
             raise ProbeError(f"its output is {list(output.shape)}, not {list(expected.shape)}")
         difference = relative_error(output, expected)
         if not difference <= _TOLERANCE:
             where = "under a mask" if mask is not None else "without a mask"
+            where += "" if bias is None else ", with a bias"
             raise ProbeError(f"it differs from softmax attention by {difference:.1e} {where}")
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, facts: AttentionFacts, visible: Tensor) -> Tensor:
-    """softmax(cap(scale · q @ k.T)) @ v, as [b, s, h, d]."""
+def _attention(tensors: tuple[Tensor, Tensor, Tensor], facts: AttentionFacts, visible: Tensor, bias: Tensor | None) -> Tensor:
+    """softmax(cap(scale · q @ k.T) + bias) @ v, as [b, s, h, d]."""
+    query, key, value = tensors
     repeats = facts.heads // facts.groups
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = facts.scale * (query @ key.transpose(-1, -2))
     if facts.softcap:
         scores = facts.softcap * torch.tanh(scores / facts.softcap)
+    scores = scores if bias is None else scores + bias
     return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)

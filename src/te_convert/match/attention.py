@@ -16,6 +16,7 @@ from torch import nn
 from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import Capture
 from te_convert.facts.attention import (
+    BIAS,
     DIRECT,
     AttentionFacts,
     base_implementation,
@@ -57,6 +58,12 @@ class AttentionSite:
     def dropout(self) -> float:
         """The probability that is used in training."""
         return max(float(call.dropout) for call in self.calls)
+
+    @property
+    def is_biased(self) -> bool:
+        """Every call brings a bias of the scores, one for all samples; else a call that brings one runs the original."""
+        calls = [call for call in self.calls if _has_heads(call)]
+        return bool(calls) and all(call.bias == (1, *call.query[1:3], call.key[2]) for call in calls)
 
 
 def find_attention(modules: dict[str, nn.Module], capture: Capture, candidates: Iterable[Candidate]) -> dict[str, AttentionSite]:
@@ -131,17 +138,22 @@ def _compared(file: str) -> frozenset[str]:
 
 def _check_calls(found: AttentionSite) -> list[Reason]:
     """Refused only when no recorded call could run on TE because of its arguments; a single one falls back by itself."""
-    problems = [_problem(call) for call in found.calls]
+    problems = [_problem(call, found.is_biased) for call in found.calls]
     if all(problems):
         return [reason(ReasonCode.ATTENTION_EXTRA_INPUTS, problems[0])]
     dtypes = {str(call.dtype).removeprefix("torch.") for call in found.calls if call.dtype not in _DTYPES}
     return [reason(ReasonCode.DTYPE_UNSUPPORTED, f"queries are {', '.join(sorted(dtypes))}")] if dtypes else []
 
 
-def _problem(call: AttentionCall) -> str:
-    if call.positional > 5 or any(len(shape) != 4 for shape in (call.query, call.key, call.value)):
+def _problem(call: AttentionCall, biased: bool) -> str:
+    if call.positional > 5 or not _has_heads(call):
         return f"{call.positional} positional arguments, queries of {len(call.query)} dimensions"
-    return is_understood(call.function, call.tensors, dict(call.options))
+    known = ("attn_mask" if call.implementation == DIRECT else BIAS) if biased else None
+    return is_understood(call.function, tuple(name for name in call.tensors if name != known), dict(call.options))
+
+
+def _has_heads(call: AttentionCall) -> bool:
+    return all(len(shape) == 4 for shape in (call.query, call.key, call.value))
 
 
 def _facts(found: AttentionSite) -> tuple[AttentionFacts | None, str]:
@@ -152,7 +164,7 @@ def _facts(found: AttentionSite) -> tuple[AttentionFacts | None, str]:
         if not isinstance(scale, int | float) or not isinstance(call.dropout, int | float):
             return None, "the scale or the dropout is no number"
         shapes = (call.query[1], call.key[1], (width, call.value[-1]))
-        seen.add(AttentionFacts(*shapes, float(scale), float(options.get("softcap") or 0.0)))
+        seen.add(AttentionFacts(*shapes, float(scale), float(options.get("softcap") or 0.0), found.is_biased))
     dropouts = {float(call.dropout) for call in found.calls} - {0.0}
     if len(seen) > 1 or len(dropouts) > 1:
         return None, f"{len(seen)} combinations of heads, sizes, scale and softcap, {len(dropouts)} of dropout"
@@ -167,7 +179,7 @@ def softmax_scale(facts: AttentionFacts) -> float | None:
 
 
 def _check_function(found: AttentionSite, facts: AttentionFacts) -> list[Reason]:
-    call = next(call for call in found.calls if not _problem(call))
+    call = next(call for call in found.calls if not _problem(call, found.is_biased))
     function = own_function(found.site.module, found.implementation)
     same = function is call.function or call.implementation != found.implementation
     if function is None or not same:

@@ -14,6 +14,7 @@ from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import Capture, Recording
 from te_convert.facts.attention import DIRECT
 from te_convert.match.attention import AttentionSite
+from te_convert.match.attention_bias import position_bias
 from te_convert.match.candidate import Candidate
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -32,7 +33,7 @@ def find_direct_attention(
             stack = tuple(node.meta.get("nn_module_stack") or ())
             if node.target is not F.scaled_dot_product_attention or not stack or stack[-1] in told:
                 continue
-            call = _call(node, str(stack[-1]), modules[stack[-1]], recording)
+            call = _call(node, str(stack[-1]), modules, recording)
             if call is not None:
                 calls.setdefault(call.fqn, []).append(call)
             counts[str(stack[-1])] += 1
@@ -56,14 +57,14 @@ def _obstacle(module: nn.Module) -> str | None:
     return "" if named else "a helper function calls scaled_dot_product_attention"
 
 
-def _call(node: fx.Node, fqn: str, module: nn.Module, recording: Recording) -> AttentionCall | None:
+def _call(node: fx.Node, fqn: str, modules: dict[str, nn.Module], recording: Recording) -> AttentionCall | None:
     given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
     metas = [value.meta.get("tensor_meta") if isinstance(value, fx.Node) else None for value in map(given.get, _NAMES[:3])]
     if any(meta is None for meta in metas):
         return None
     query, key, value = (tuple(meta.shape) for meta in metas if meta is not None)
     dtype: Any = metas[0].dtype if metas[0] is not None else None
-    masked = given.get("attn_mask") is not None
+    mask = given.get("attn_mask")
     return AttentionCall(
         fqn=fqn,
         implementation=DIRECT,
@@ -74,8 +75,9 @@ def _call(node: fx.Node, fqn: str, module: nn.Module, recording: Recording) -> A
         dtype=dtype,
         scaling=given.get("scale"),
         dropout=given.get("dropout_p") or 0.0,
-        training=bool(recording.scenario.training) if recording.scenario.training is not None else module.training,
-        tensors=("attn_mask",) if masked else (),
+        training=bool(recording.scenario.training) if recording.scenario.training is not None else modules[fqn].training,
+        tensors=() if mask is None else ("attn_mask",),
         options=(("is_causal", bool(given.get("is_causal"))),),
         positional=3,
+        bias=position_bias(mask, modules) if isinstance(mask, fx.Node) else None,
     )

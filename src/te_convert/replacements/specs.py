@@ -77,9 +77,10 @@ class LayerNormMLPSpec:
 
 @dataclass(frozen=True)
 class DotProductAttentionSpec:
-    """``te.DotProductAttention``: softmax(scale * q @ k.T + mask) @ v in the layout "bshd"; it has no weights.
+    """``te.DotProductAttention``: softmax(scale * q @ k.T + bias + mask) @ v in the layout "bshd"; it has no weights.
 
-    ``softmax_scale`` None means 1 / sqrt(head size), ``softcap`` 0 none.  Mask type and window are given with each call.
+    ``softmax_scale`` None means 1 / sqrt(head size), ``softcap`` 0 none.  Mask type and window are given with each call, and the
+    bias [1, heads, queries, keys] where ``bias`` is True.
     """
 
     name: ClassVar[str] = "te.DotProductAttention"
@@ -90,6 +91,7 @@ class DotProductAttentionSpec:
     attention_dropout: float
     dtype: str
     softcap: float = 0.0
+    bias: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_channels", tuple(self.kv_channels))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import DIRECT, NAMES, AttentionFunction, base_implementation, own_function
+from te_convert.facts.attention import BIAS, DIRECT, NAMES, AttentionFunction, base_implementation, own_function
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.reference.unsupported import NotSupportedError
@@ -84,9 +84,9 @@ class AttentionRecord(FusedRecord):
         return spec
 
     def _plan(self, call: AttentionInput) -> AttentionRun | None:
-        if not fits_module(call, self._spec, self.module, self.backend) or not understands(call):
+        if not fits_module(call, self._spec, self.module, self.backend) or not understands(call, self._spec.bias):
             return None
-        masking = find_masking(call)
+        masking = find_masking(call, self._spec.bias)
         return None if masking is None else AttentionRun(call, masking)
 
     def _try(self, run: AttentionRun) -> Tensor | None:
@@ -111,7 +111,7 @@ class AttentionRecord(FusedRecord):
         return run.original()
 
     def sample_inputs(self) -> Inputs | None:
-        """Seeded random queries, keys and values [2, heads, 7, d] without a mask, for a site that no run reached."""
+        """Seeded random queries, keys and values [2, heads, 7, d] and bias without a mask, for a site that no run reached."""
         spec, owner = self._spec, self.owner
         generator = torch.Generator().manual_seed(0)
         sizes = ((spec.num_attention_heads, 0), (spec.num_gqa_groups, 0), (spec.num_gqa_groups, 1))
@@ -122,10 +122,13 @@ class AttentionRecord(FusedRecord):
             for heads, i in sizes
         )
         base = DIRECT if self.is_direct else base_implementation(owner.config._attn_implementation)
-        options = {"softcap": spec.softcap} if spec.softcap else {}
+        bias = torch.randn(1, spec.num_attention_heads, 7, 7, generator=generator).to(query) if spec.bias else None
+        options: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
+        options |= {BIAS: bias} if spec.bias and not self.is_direct else {}
+        mask = bias if self.is_direct else None
         function = self.original_function(base)
-        call = AttentionInput(owner, query, key, value, None, spec.softmax_scale, 0.0, options, base, function)
-        masking = find_masking(call)
+        call = AttentionInput(owner, query, key, value, mask, spec.softmax_scale, 0.0, options, base, function)
+        masking = find_masking(call, spec.bias)
         assert masking is not None
         return ((AttentionRun(call, masking),), {})
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import DIRECT, AttentionFunction, is_understood
+from te_convert.facts.attention import BIAS, DIRECT, AttentionFunction, is_understood
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.attention_masks import MaskFacts, Pattern, mask_facts
 
@@ -43,6 +43,11 @@ class AttentionInput:
         """The probability with which the original drops: eager attention asks the module's mode, SDPA does not."""
         return 0.0 if self.base == "eager" and not self.module.training else self.dropout
 
+    @property
+    def bias(self) -> Any:
+        """What a call of a site with a bias brings in its place: torch's own function takes it as a mask."""
+        return self.mask if self.base == DIRECT else self.options.get(BIAS)
+
     def run(self) -> tuple[Tensor, Tensor | None]:
         """The original function's result: output [b, s, h, d], and the probabilities where it has them."""
         return self.function(
@@ -67,6 +72,7 @@ class Masking:
         keys: how many of the keys are used, the first ones.
         padding: True for padding, of queries [b, 1, 1, sq] and of keys [b, 1, 1, skv]; None without.
         valid: bool [b, sq]: queries whose result is the original's; None for all.  The others are padding.
+        bias: what is added to the scores of these keys, [1, h, sq, keys]; None without.
     """
 
     mask_type: str
@@ -74,6 +80,7 @@ class Masking:
     window: tuple[int, int] | None = None
     padding: tuple[Tensor, Tensor] | None = None
     valid: Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,9 @@ class AttentionRun:
             options["window_size"] = (-1, 0)
         if masking.padding is not None:
             options["attention_mask"] = masking.padding
+        if masking.bias is not None:
+            bias = masking.bias.to(query.dtype).contiguous()
+            options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
         output: Tensor = module(query, key[:, :keys], value[:, :keys], **options)
         return output.view(*output.shape[:-1], query.shape[2], value.shape[3])
 
@@ -122,7 +132,18 @@ def fits_module(call: AttentionInput, spec: DotProductAttentionSpec, module: Any
     groups = getattr(call.module, "num_key_value_groups", None)
     if groups is not None and groups * key.shape[1] != query.shape[1]:
         return False
-    return _fits_dtypes(call, backend) and min(query.numel(), key.numel(), value.numel()) > 0 and _fits_numbers(call, spec, module)
+    if min(query.numel(), key.numel(), value.numel()) == 0 or (spec.bias and not _fits_bias(call)):
+        return False
+    return _fits_dtypes(call, backend) and _fits_numbers(call, spec, module)
+
+
+def _fits_bias(call: AttentionInput) -> bool:
+    """A plain tensor for all samples; of the queries' dtype, unless autocast makes it so."""
+    query, bias = call.query, call.bias
+    if type(bias) not in (Tensor, nn.Parameter) or not bias.is_floating_point():
+        return False
+    fits: bool = bias.shape == (1, *query.shape[1:3], call.key.shape[2])
+    return fits and (bias.dtype == query.dtype or torch.is_autocast_enabled(query.device.type))
 
 
 def _fits_dtypes(call: AttentionInput, backend: str) -> bool:
@@ -143,10 +164,14 @@ def _fits_numbers(call: AttentionInput, spec: DotProductAttentionSpec, module: A
     return call.drops == (spec.attention_dropout if module.training else 0.0)
 
 
-def understands(call: AttentionInput) -> bool:
-    """Whether further arguments leave the result alone: an unknown tensor does not, nor does a request for the probabilities."""
-    tensors = tuple(name for name, value in call.options.items() if _holds_tensor(value))
-    plain = {name: value for name, value in call.options.items() if name not in tensors and value is not None}
+def understands(call: AttentionInput, biased: bool) -> bool:
+    """Whether further arguments leave the result alone: an unknown tensor does not, nor does a request for the probabilities.
+
+    The bias of a site that has one is known.
+    """
+    options = {name: value for name, value in call.options.items() if name != BIAS or not biased}
+    tensors = tuple(name for name, value in options.items() if _holds_tensor(value))
+    plain = {name: value for name, value in options.items() if name not in tensors and value is not None}
     return not plain.get("output_attentions") and not is_understood(call.function, tensors, plain)
 
 
@@ -154,8 +179,16 @@ def _holds_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(isinstance(item, Tensor) for item in value))
 
 
-def find_masking(call: AttentionInput) -> Masking | None:
-    """How TE masks the call as the original does, or None."""
+def find_masking(call: AttentionInput, biased: bool = False) -> Masking | None:
+    """How TE masks the call as the original does, or None; with the bias that the calls of its site bring."""
+    if not biased:
+        return _mask(call)
+    bias: Tensor = call.bias
+    masking = _mask(replace(call, mask=None) if call.base == DIRECT else call)
+    return None if masking is None else replace(masking, bias=bias[..., : masking.keys])
+
+
+def _mask(call: AttentionInput) -> Masking | None:
     queries, keys = call.query.shape[2], call.key.shape[2]
     if call.base == DIRECT:
         return _direct(call, queries, keys)

@@ -3,6 +3,8 @@
     attention(module, q, k, v, mask, scaling=, dropout=)        q [b, h, s, d], k and v [b, groups, s, d]
     te.DotProductAttention(q, k, v)                             the same as [b, s, heads, d]
 
+A bias that every call brings (``position_bias``, or a learnt ``attn_mask`` of torch's function) is TE's post-scale bias.
+
 The module stays: the function that it asks Transformers for is exchanged, together with the one that makes its masks.  A module
 that calls torch's scaled_dot_product_attention itself gets a forward that calls the replacement.
 """
@@ -37,6 +39,7 @@ class AttentionRule:
             attention_dropout=found.dropout,
             dtype=dtype_name(found.calls[0].dtype),
             softcap=facts.softcap,
+            bias=facts.bias,
         )
         return spec, reasons
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,11 +16,14 @@ from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.fused import fused_record
 from te_convert.verify.accuracy import judge_accuracy
 from te_convert.verify.compare import MISMATCH, Outputs, compare_outputs, error_ratio, row_ratios, worst_of
+from te_convert.verify.generation import compare_generated, generate_outputs
+from te_convert.verify.gradients import compare_gradients, gradient_outputs
 from te_convert.verify.isolate import SiteRecorder, approximation_of, as_original, observed, random_site_parity, takes_one_tensor
-from te_convert.verify.model import Parity, RevertedSite, ScenarioParity, SiteParity
+from te_convert.verify.model import Figures, Parity, RevertedSite, ScenarioParity, SiteParity
+from te_convert.verify.perturb import own_parameters
 from te_convert.verify.reference import Expected, Reference
 from te_convert.verify.run import prepared, run
-from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64
+from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64, judge_gradient
 
 _MAX_SEARCHES = 16
 _ALL_RUNS = "all runs together"
@@ -94,7 +98,8 @@ def _isolate(state: _State) -> None:
         return
     fusions = {fqn: fused for fqn, site in sites.items() if (fused := fused_record(site)) is not None}
     before = {fqn: fused.fallbacks for fqn, fused in fusions.items()}
-    runs = [r for r in state.reference.runs if r.setting.perturb] or state.reference.runs
+    forward = [r for r in state.reference.runs if r.kind == "forward"]
+    runs = [r for r in forward if r.setting.perturb] or forward
     for expected in runs[:2]:
         with prepared(state.applied.model, expected.scenario, expected.setting) as ready, observed(sites, recorder):
             try:
@@ -150,13 +155,17 @@ def _judge_accuracy(state: _State, results: list[ScenarioParity]) -> list[Scenar
     return [ScenarioParity(_ALL_RUNS, low[0].dtype, True, figures, accuracy.ratio, bound, accuracy.verdict.passed)]
 
 
-def _compare_one(state: _State, expected: Expected, root: nn.Module | None = None) -> list[ScenarioParity]:
+def _compare_one(state: _State, expected: Expected, root: nn.Module | None = None, off: Sequence[str] = ()) -> list[ScenarioParity]:
     """float32: one comparison.  Low precision: the mapping in float32 (twins only), and the error ratio.
 
-    ``root`` is the model to run while some sites are as they were; by default the rewritten one.
+    ``root`` is the model to run while the sites ``off`` are as they were; by default the rewritten one.
     """
     model, low = root if root is not None else state.applied.model, state.reference.low
     try:
+        if expected.kind == "gradients":
+            return [_judge_gradients(state, model, expected, off)]
+        if expected.kind == "generate":
+            return [_judge_generated(state, model, expected)]
         outputs = run(model, expected.scenario, expected.setting)
         if low is None:
             return [_judge_exact(state, model, expected, outputs, "float32")]
@@ -171,6 +180,43 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
     except Exception as error:
         state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
         return [ScenarioParity(expected.scenario.name, "", expected.setting.perturb, MISMATCH, None, "must run", passed=False)]
+
+
+def _judge_gradients(state: _State, model: nn.Module, expected: Expected, off: Sequence[str]) -> ScenarioParity:
+    """Gradients; a missed bound is rounding when both sides agree in float64."""
+    extra = own_parameters(state.applied, off)
+    path, figures = compare_gradients(expected.outputs, gradient_outputs(model, expected.scenario, expected.setting, extra))
+    low = state.reference.low is not None
+    approximation = next(filter(None, map(approximation_of, state.applied.sites.values())), "")
+    verdict = judge_approximate(figures, approximation) if approximation else judge_gradient(figures, low)
+    if not (verdict.passed or approximation or off) and state.applied.backend == "reference":
+        wide = _gradients_in_float64(state, model, expected)
+        if wide is not None and judge_gradient(wide, low=False).passed and wide.max_rel < figures.max_rel / 100:
+            state.notes.append(f"{expected.scenario.name}: {figures.max_rel:.1e} is rounding; float64 gives {wide.max_rel:.1e}")
+            verdict, figures = judge_gradient(wide, low=False), wide
+    return ScenarioParity(expected.scenario.name, "float32", True, figures, None, verdict.bound, verdict.passed, path)
+
+
+def _gradients_in_float64(state: _State, model: nn.Module, expected: Expected) -> Figures | None:
+    """Both sides in float64; None when the original modules put back do not give the recorded gradients (see above)."""
+    setting, names = replace(expected.setting, widen=torch.float64), list(state.applied.sites)
+    own = own_parameters(state.applied, names)
+    with as_original(state.applied, names) as restored:
+        again = gradient_outputs(restored, expected.scenario, expected.setting, own)
+        if not judge_gradient(compare_gradients(expected.outputs, again)[1], state.reference.low is not None).passed:
+            return None
+        exact = gradient_outputs(restored, expected.scenario, setting, own)
+    return compare_gradients(exact, gradient_outputs(model, expected.scenario, setting))[1]
+
+
+def _judge_generated(state: _State, model: nn.Module, expected: Expected) -> ScenarioParity:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outputs = generate_outputs(model, expected.scenario, expected.setting)
+    path, figures = compare_generated(expected.outputs, outputs)
+    approximation = next(filter(None, map(approximation_of, state.applied.sites.values())), "")
+    verdict = judge_approximate(figures, approximation) if approximation else judge_float32(figures)
+    return ScenarioParity(expected.scenario.name, "float32", True, figures, None, verdict.bound, verdict.passed, path)
 
 
 def _judge_exact(state: _State, model: nn.Module, expected: Expected, outputs: Outputs, dtype: str) -> ScenarioParity:
@@ -246,7 +292,7 @@ def _revert_culprit(state: _State, scenarios: list[ScenarioParity]) -> None:
 
     def passes(prefix: int) -> bool:
         with as_original(state.applied, names[prefix:]) as root:
-            return all(s.passed for s in _compare_one(state, expected, root))
+            return all(s.passed for s in _compare_one(state, expected, root, names[prefix:]))
 
     if not passes(0):  # not one site's numbers: something about the replacement itself
         _revert_everything(state, scenarios)

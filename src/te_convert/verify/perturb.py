@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from te_convert.match.groups import inside
 from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import holder_of
 from te_convert.rewrite.site import is_converted
@@ -61,6 +62,21 @@ def original_parameters(model: nn.Module) -> Iterator[OriginalParameters]:
             if id(parameters.parameter) not in seen:
                 seen.add(id(parameters.parameter))
                 yield parameters
+
+
+def own_parameters(applied: Applied, fqns: Iterable[str]) -> list[OriginalParameters]:
+    """The members' own Parameters of fusions that are off: their forwards use these instead of the fused ones."""
+    names = {id(module): name for name, module in applied.model.named_modules()}
+    found = []
+    for fqn in fqns:
+        module = applied.sites[fqn]
+        if fused_record(module) is None:
+            continue
+        outer = _outer(names.get(id(module), fqn), module)
+        for source, parameter in applied.taken.get(fqn, {}).items():
+            if parameter is not None:
+                found.append(OriginalParameters(parameter, (f"{outer}.{source}" if outer else source,)))
+    return found
 
 
 def _of_plain(prefix: str, module: nn.Module) -> Iterator[OriginalParameters]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,22 +14,31 @@ from te_convert.capture.run import describe_error, other_mode
 from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import iter_tensors
 from te_convert.verify.compare import Outputs, compare_outputs
+from te_convert.verify.generation import can_generate, generate_outputs
+from te_convert.verify.gradients import gradient_outputs
 from te_convert.verify.model import Figures
 from te_convert.verify.padding import padding_mask
 from te_convert.verify.run import Setting, in_eval, run
-from te_convert.verify.variants import other_values, shape_variants
+from te_convert.verify.variants import other_values, padded_variants, shape_variants
 
+SLOW_S = 5.0
+"""Seconds of one run from which on a verification makes do with the inputs as given: three runs of each model."""
 _LOW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One run of the original and how it was made."""
+    """One run of the original and how it was made.
+
+    Attributes:
+        kind: "forward"; "gradients" (``outputs`` are sketches by parameter name); "generate" (tokens and logits).
+    """
 
     scenario: Scenario
     setting: Setting
     outputs: Outputs
     exact: Outputs | None = None
+    kind: str = "forward"
 
 
 @dataclass
@@ -39,6 +50,7 @@ class Reference:
         reproduces: figures of the original against itself; bit-equal for nearly all models.
         low: the low-precision dtype of the model, or None.
         hide_padding: padded positions of the outputs are left out of every comparison.
+        frugal: one run takes so long that only the inputs as given are compared.
         notes: what could not be run or proves little.
     """
 
@@ -46,6 +58,7 @@ class Reference:
     reproduces: Figures | None = None
     low: torch.dtype | None = None
     hide_padding: bool = False
+    frugal: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,9 +79,11 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
     """
     reference = Reference(low=low_precision_dtype(model), hide_padding=hide_padding)
     for index, scenario in enumerate(map(in_eval, scenarios)):
+        start = time.perf_counter()
         plain = _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference)
         if plain is None:
             continue
+        reference.frugal = reference.frugal or time.perf_counter() - start > SLOW_S
         reference.runs.append(plain)
         if hide_padding and padding_mask(model, scenario) is not None:
             reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
@@ -77,11 +92,54 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
         if index == 0:
             _check_original(model, plain, reference)
         _add(model, scenario, reference, plain=plain)
-        for variant in shape_variants(scenario):
+        if reference.frugal:
+            continue
+        for variant in (*shape_variants(scenario), *(padded_variants(model, scenario) if index == 0 else ())):
             _add(model, variant, reference)
         if index == 0 and reference.reproducible:
             _add_train(model, other_mode(scenario, training=True), reference)
+            _add_gradients(model, scenario, reference)
+            _add_generation(model, scenario, reference)
+    if reference.frugal:
+        reference.notes.append(
+            f"one run takes more than {SLOW_S:g} s: other shapes, padding, train mode, gradients and generate() were left out"
+        )
     return reference
+
+
+def _add_gradients(model: nn.Module, scenario: Scenario, reference: Reference) -> None:
+    """Gradients of a seeded loss, computed in float32 also for a model in lower precision."""
+    wide = torch.float32 if reference.low is not None else None
+    setting = Setting(True, wide, reference.hide_padding)
+    named = replace(scenario, name=f"{scenario.name}[gradients]")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        reference.notes.append("no parameter requires a gradient: gradients were not compared")
+        return
+    try:
+        outputs = gradient_outputs(model, named, setting)
+    except Exception as error:
+        reference.notes.append(f"gradients were not compared: {describe_error(error)}")
+        return
+    if all(bool(torch.isfinite(sums).all()) for _, sums in outputs):
+        reference.runs.append(Expected(named, setting, outputs, kind="gradients"))
+    else:
+        reference.notes.append("gradients were not compared: the original's are not finite")
+
+
+def _add_generation(model: nn.Module, scenario: Scenario, reference: Reference) -> None:
+    """A few greedy tokens of a Transformers model that can decode."""
+    if not can_generate(model, scenario):
+        return
+    setting = Setting(True, torch.float32 if reference.low is not None else None)
+    named = replace(scenario, name=f"{scenario.name}[generate]")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outputs = generate_outputs(model, named, setting)
+    except Exception as error:
+        reference.notes.append(f"generate() was not compared: {describe_error(error)}")
+        return
+    reference.runs.append(Expected(named, setting, outputs, kind="generate"))
 
 
 def _add(model: nn.Module, scenario: Scenario, reference: Reference, plain: Expected | None = None) -> None:

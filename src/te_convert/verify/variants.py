@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from te_convert.capture.scenario import Scenario
@@ -28,6 +31,26 @@ def shape_variants(scenario: Scenario) -> list[Scenario]:
     if length > 2:
         half = length // 2
         variants.append(_changed(scenario, "shorter", lambda t: t[:, :half] if t.dim() in (2, 3) and t.shape[1] == length else t))
+    return variants
+
+
+def padded_variants(model: nn.Module, scenario: Scenario) -> list[Scenario]:
+    """A Transformers model's batch with padding on the right and on the left, where the inputs are token ids of one length."""
+    common: Any = sys.modules.get("transformers.modeling_utils")
+    ids = scenario.kwargs.get("input_ids")
+    if common is None or not isinstance(model, common.PreTrainedModel) or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return []
+    given = scenario.kwargs.get("attention_mask")
+    if ids.shape[1] < 4 or (given is not None and (not isinstance(given, torch.Tensor) or given.shape != ids.shape)):
+        return []
+    if "attention_mask" not in inspect.signature(type(model).forward).parameters:
+        return []
+    variants = []
+    for side, start, stop in (("right", ids.shape[1] - ids.shape[1] // 3, None), ("left", 0, ids.shape[1] // 3)):
+        mask = torch.ones_like(ids) if given is None else given.clone()
+        mask[0, start:stop] = 0
+        kwargs = {**scenario.kwargs, "attention_mask": mask}
+        variants.append(replace(scenario, name=f"{scenario.name}[padded {side}]", kwargs=kwargs))
     return variants
 
 

@@ -76,16 +76,19 @@ def perturb(model: nn.Module) -> None:
 
 
 def count(report: Any) -> Row:
-    """[converted, eligible] of Linears, norms that feed Linears alone, and attention modules."""
+    """[converted, eligible] of Linears, norms that feed Linears alone, and attention calls; attention that is written out."""
     linears = [s for s in report.sites if s.kind in ("Linear", "Conv1D") and s.calls]
     norms = [s for s in report.sites if s.kind in ("LayerNorm", "RMSNorm") and s.calls and str(s.outcome) != "REFUSED"]
     fusable = [s for s in norms if str(s.outcome) == "FUSED" or _NOT_FUSED & {r.code for r in s.reasons}]
     attention = [s for s in report.sites if s.kind == "Attention" or s.class_name == "MultiheadAttention"]
+    eager = [s for s in attention if "attention.eager-region" in {r.code for r in s.reasons}]
+    attention = [s for s in attention if s not in eager]
     done = ("CONVERTED", "FUSED")
     return {
         "linears": [sum(str(s.outcome) in done for s in linears), len(linears)],
         "norms": [sum(str(s.outcome) == "FUSED" for s in fusable), len(fusable)],
         "attention": [sum(str(s.outcome) in done for s in attention), len(attention)],
+        "eager": len(eager),
     }
 
 

@@ -91,7 +91,8 @@ def whisper() -> Any:
     return _make("WhisperForConditionalGeneration", "WhisperConfig", **sizes, suppress_tokens=None, begin_suppress_tokens=None)
 
 
-def t5() -> Any:
+def t5(implementation: str | None = None, **options: Any) -> Any:
+    """A learnt bias of the scores, and none in cross-attention."""
     sizes: dict[str, Any] = {
         "vocab_size": 64,
         "d_model": 32,
@@ -101,7 +102,17 @@ def t5() -> Any:
         "num_heads": 4,
         "pad_token_id": 0,
     }
-    return _make("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0, eos_token_id=2)
+    sizes |= {"decoder_start_token_id": 0, "eos_token_id": 2, **options}
+    return _make("T5ForConditionalGeneration", "T5Config", implementation, **sizes)
+
+
+def perturbed(model: Any) -> Any:
+    """The model with all parameters away from what they were made with, a bias of 0 for one."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def gpt_oss() -> Any:
@@ -149,5 +160,6 @@ CONVERTED: dict[str, Callable[[], Any]] = {
     "bert": bert,
     "bart": bart,
     "whisper": whisper,
+    "t5": t5,
     "vit": vit,
 }

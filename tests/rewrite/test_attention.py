@@ -53,7 +53,7 @@ def test_converted_and_equal(name: str) -> None:
     assert all(record.executed == 1 and record.fallbacks == 0 for record in records(converted))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2", "gpt2", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2", "gpt2", "bart", "whisper", "t5"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generate_gives_the_same_tokens(name: str, cache: str) -> None:
     model, inputs = zoo.CONVERTED[name](), zoo.inputs_of(name)

@@ -99,13 +99,6 @@ def test_sinks_are_refused_by_the_numeric_probe() -> None:
         assert {"attention.extra-inputs", "attention.not-recognised"} & set(codes(site))
 
 
-def test_a_position_bias_is_refused() -> None:
-    plan = te_convert.analyze(zoo.t5(), zoo.inputs_of("t5"))
-    sites = [site for site in plan.sites if site.kind == "Attention"]
-    assert len(sites) == 3
-    assert all(codes(site) == ["attention.extra-inputs"] for site in sites)
-
-
 def test_a_model_without_sdpa_support_is_refused_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.llama()
     monkeypatch.setattr(type(model), "_supports_sdpa", False)

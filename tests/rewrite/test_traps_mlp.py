@@ -120,8 +120,8 @@ class WithResidual(MLP):
     """Bloom's MLP takes the residual too."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x))) * scale
-        return y if residual is None else y + residual
+        y: Tensor = self.fc2(self.act(self.fc1(x)))
+        return y if residual is None else y * scale + residual
 
 
 def with_residual(m: Any, x: Tensor) -> Tensor:
@@ -231,8 +231,4 @@ def test_trap_14_attributes_and_methods_of_the_mlp_stay() -> None:
     assert made.model.mlp.scale == 3
     assert made.model.mlp.extra() == WIDTH
     assert [name for name, _ in made.model.mlp.named_children()] == [name for name, _ in made.original.mlp.named_children()]
-    assert relative_names(te_convert.original_state_dict(made.model)) == relative_names(made.original.state_dict())
-
-
-def relative_names(state: Any) -> list[str]:
-    return list(state)
+    assert list(te_convert.original_state_dict(made.model)) == list(made.original.state_dict())

@@ -5,6 +5,7 @@ Traps 23 and 24 (attention functions, padded positions) concern no norm and no L
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_trap_19_verification_sees_a_lost_parameter_that_still_has_its_default(l
     monkeypatch.setattr(rewrite_apply, "fuse", forgets)
     result = te_convert.convert(model, (x_of(),), backend="reference")
     assert [site.fqn for site in result.report.parity.reverted] == [JOINT]
-    assert result.report.parity.passed
+    assert result.model is model
 
 
 def _with_constant(forward: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
@@ -297,17 +298,13 @@ def test_trap_21_bfloat16_is_as_near_to_the_exact_result_as_the_original(name: s
     assert made.report.parity.passed, made.report
     assert made.report.count(Outcome.FUSED) == 3
     x = x_of(64, 5, WIDTH).bfloat16()
-    exact = _wide(model)(x.double())
-    errors = [float((m(x).double() - exact).square().mean()) for m in (model, made.model)]
+    with torch.no_grad():
+        exact = _wide(model)(x.double())
+        errors = [float((m(x).double() - exact).square().mean()) for m in (model, made.model)]
     assert errors[1] <= 1.5 * errors[0]
 
 
 def _wide(model: nn.Module) -> nn.Module:
-    import copy
-
-    class Wide(One):
-        pass
-
     wide = copy.deepcopy(model).double()
     norm: Any = wide.get_submodule("norm")
     if isinstance(norm, LayerNorm):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import te_convert
 from te_convert.plan.model import Outcome
 from te_convert.report.model import Report
-from te_convert.rewrite.fused import FusedRecord, get_fused
+from te_convert.rewrite.fused import FusedRecord, fused_record, get_fused
 from te_convert.rewrite.lazy import LazyNorm
 from te_convert.rewrite.state import converted_modules
 
@@ -156,7 +156,9 @@ class Pair:
 
     @property
     def fused(self) -> list[str]:
-        return [name for name, module in converted_modules(self.model) if isinstance(module.__dict__["_te_convert"], FusedRecord)]
+        """Names of the fusions of norms and Linears (an attention is one too, and none of theirs)."""
+        records = [(name, fused_record(module)) for name, module in converted_modules(self.model)]
+        return [name for name, record in records if record is not None and (record.norm is not None or record.readers)]
 
     def reset(self) -> None:
         """Counters to zero: what follows is counted, not what verification did."""

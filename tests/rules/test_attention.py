@@ -95,6 +95,33 @@ def test_two_dropouts_differ_and_none_in_evaluation_does_not() -> None:
     assert site_of(evaluation, training).dropout == 0.1
 
 
+@pytest.mark.parametrize(
+    ("biases", "biased"),
+    [
+        ([(1, 4, 5, 5)], True),
+        ([(1, 4, 5, 5), (1, 4, 5, 5)], True),
+        ([(1, 4, 5, 5), None], False),
+        ([(2, 4, 5, 5)], False),
+        ([(1, 1, 5, 5)], False),
+        ([(4, 5, 5)], False),
+        ([None], False),
+    ],
+)
+def test_a_bias_is_one_that_every_call_brings(biases: list[Any], biased: bool) -> None:
+    calls = [some_call(bias=bias, tensors=() if bias is None else ("position_bias",)) for bias in biases]
+    found = site_of(*calls)
+    facts, reasons = match.check_attention(found)
+    assert facts is not None
+    assert (found.is_biased, facts.bias) == (biased, biased)
+    refused = "attention.extra-inputs" in [reason.code for reason in reasons]
+    assert refused == (not biased and None not in biases)
+
+
+def test_no_other_tensor_comes_with_a_bias() -> None:
+    _, reasons = match.check_attention(site_of(some_call(bias=(1, 4, 5, 5), tensors=("position_bias", "sinks"))))
+    assert "attention.extra-inputs" in [reason.code for reason in reasons]
+
+
 def test_heads_that_do_not_divide() -> None:
     assert match.check_attention(site_of(some_call(key=(2, 3, 5, 8), value=(2, 3, 5, 8))))[0] is None
 
@@ -163,6 +190,28 @@ def test_probe_accepts_softmax_attention() -> None:
 def test_probe_rejects_everything_else(function: Any) -> None:
     with pytest.raises(ProbeError):
         probe_attention(function, nn.Module(), FACTS, "eager", {})
+
+
+def with_bias(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, dropout: float, position_bias: Tensor
+) -> Any:
+    return formula(query, key, value, position_bias if mask is None else mask + position_bias, scaling), None
+
+
+def bias_before_the_scale(*args: Any, position_bias: Tensor, scaling: float, **kwargs: Any) -> Any:
+    return with_bias(*args, position_bias=position_bias * scaling, scaling=scaling, **kwargs)
+
+
+def bias_ignored(*args: Any, position_bias: Tensor, **kwargs: Any) -> Any:
+    return with_bias(*args, position_bias=torch.zeros_like(position_bias), **kwargs)
+
+
+def test_probe_of_a_bias() -> None:
+    facts = replace(FACTS, bias=True)
+    probe_attention(with_bias, nn.Module(), facts, "eager", {})
+    for function in (bias_before_the_scale, bias_ignored):
+        with pytest.raises(ProbeError, match="without a mask, with a bias"):
+            probe_attention(function, nn.Module(), facts, "eager", {})
 
 
 def test_probe_expects_causality_where_the_module_has_it() -> None:

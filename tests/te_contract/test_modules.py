@@ -190,6 +190,26 @@ def test_dot_product_attention(
     compare(spec, heads_of(spec, queries, keys), **arguments)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{"softmax_scale": 1.0}, {"softmax_scale": 0.7, "groups": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mask_type", "queries", "keys"),
+    [("no_mask", LENGTH, SOURCE), ("no_mask", 1, SOURCE), ("causal", LENGTH, LENGTH), ("causal_bottom_right", LENGTH, SOURCE)],
+)
+def test_dot_product_attention_with_a_bias(mask_type: str, queries: int, keys: int, options: dict[str, Any], dtype: str) -> None:
+    """The bias [1, h, sq, skv] gets a gradient, too."""
+    spec = attention(**options, dtype=dtype, bias=True)
+    window = {"window_size": (-1, 0)} if "causal" in mask_type else {}
+    bias = randn(1, HEADS, queries, keys, seed=4, dtype=torch_dtype(dtype))
+
+    def call(module: nn.Module, *tensors: Tensor) -> Tensor:
+        biased = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": tensors[3]}
+        y: Tensor = module(*tensors[:3], attn_mask_type=mask_type, **window, **biased)
+        return y
+
+    compare(spec, (*heads_of(spec, queries, keys), bias), call)
+
+
 def padded(length: int, *valid: int) -> Tensor:
     """bool [b, 1, 1, length], True where a row is padding."""
     return torch.stack([torch.arange(length) >= count for count in valid])[:, None, None]

@@ -1,4 +1,4 @@
-"""Which positions of a causal model's outputs are padding: nobody may use their values, and attention kernels disagree on them.
+"""Which positions of a model's outputs are padding: nobody may use their values, and attention kernels disagree on them.
 
 With padding on the right, causality alone hides it from every valid query, so TE's causal kernels run without a padding mask and
 give other values at padded positions only.
@@ -18,13 +18,11 @@ from te_convert.capture.scenario import Scenario
 def padding_mask(model: nn.Module, scenario: Scenario) -> torch.Tensor | None:
     """bool [b, s], True for padded positions of the outputs; None when the inputs have no 2-D mask with a padded position.
 
-    Only of a causal Transformers model, where 0 is known to mean padding; all others are compared everywhere.  An encoder–decoder
-    model's outputs have the positions of its decoder.
+    Only of a Transformers model, where 0 is known to mean padding; all others are compared everywhere.  An encoder–decoder model's
+    outputs have the positions of its decoder.
     """
     common: Any = sys.modules.get("transformers.modeling_utils")
     if common is None or not isinstance(model, common.PreTrainedModel):
-        return None
-    if not any(getattr(module, "is_causal", False) is True for module in model.modules()):
         return None
     decodes = any(name.startswith("decoder_") for name in scenario.kwargs)
     mask = scenario.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")

@@ -49,7 +49,9 @@ def padded_variants(model: nn.Module, scenario: Scenario) -> list[Scenario]:
     for side, start, stop in (("right", ids.shape[1] - ids.shape[1] // 3, None), ("left", 0, ids.shape[1] // 3)):
         mask = torch.ones_like(ids) if given is None else given.clone()
         mask[0, start:stop] = 0
-        kwargs = {**scenario.kwargs, "attention_mask": mask}
+        # Padding repeats the row's first token: a model that looks for a token (CLIP's end of text) must not find it there first.
+        padded = torch.where(mask == 0, ids[:, :1], ids)
+        kwargs = {**scenario.kwargs, "input_ids": padded, "attention_mask": mask}
         variants.append(replace(scenario, name=f"{scenario.name}[padded {side}]", kwargs=kwargs))
     return variants
 

@@ -1,0 +1,322 @@
+"""Attention with a bias of its scores: T5's relative positions, and float masks of torch's function that are learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import te_convert
+from te_convert.plan.model import Plan
+from te_convert.rewrite.attention_call import AttentionRun
+from tests.rewrite import attention_models as zoo
+from tests.rewrite.test_attention import attention_sites, convert, records
+from tests.rewrite.test_attention_mutants import plant
+from tests.rewrite.test_attention_traps import codes
+
+HEADS, LENGTH = 4, 7
+
+
+class Attention(nn.Module):
+    """A vision model's: one learnt number for each head and distance."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.dropout = nn.Linear(32, 96), nn.Linear(32, 32), dropout
+        self.table = nn.Parameter(torch.randn(HEADS, 2 * LENGTH - 1))
+        positions = torch.arange(LENGTH)
+        self.register_buffer("index", positions[:, None] - positions[None] + LENGTH - 1, persistent=False)
+        self.register_buffer("hidden", torch.full((LENGTH, LENGTH), -torch.inf).triu(1), persistent=False)
+
+    def bias(self, x: Tensor) -> Tensor | None:
+        index: Any = self.index
+        return self.table[:, index[: x.shape[1], : x.shape[1]]][None]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, 8)).permute(2, 0, 3, 1, 4)
+        bias = self.bias(x) if mask is None else mask
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=self.dropout if self.training else 0.0)
+        y: Tensor = self.proj(heads.transpose(1, 2).flatten(-2))
+        return y
+
+
+class FromInput(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x) + x.mean()  # type: ignore[operator]
+
+
+class OnePerSample(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x).expand(x.shape[0], -1, -1, -1)  # type: ignore[union-attr]
+
+
+class OneForAllHeads(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x)[:, :1]  # type: ignore[index]
+
+
+class HidesByNumber(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        later = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return super().bias(x).masked_fill(later, float("-inf"))  # type: ignore[union-attr]
+
+
+class HidesByBuffer(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        hidden: Any = self.hidden
+        return super().bias(x) + hidden  # type: ignore[operator]
+
+
+class Boolean(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x) > 0  # type: ignore[operator]
+
+
+NEAR_MISSES = [FromInput, OnePerSample, OneForAllHeads, HidesByNumber, HidesByBuffer, Boolean]
+
+
+def model(attention: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), attention or Attention()).eval()
+
+
+def x(length: int = LENGTH) -> Tensor:
+    return torch.randn(2, length, 32, generator=torch.Generator().manual_seed(1))
+
+
+def mt5() -> Any:
+    options = dict(zoo.t5().config.to_dict())
+    return zoo.perturbed(zoo.transformers.MT5ForConditionalGeneration(zoo.transformers.MT5Config(**options)).eval())
+
+
+def t5(implementation: str | None = None) -> Any:
+    return zoo.perturbed(zoo.t5(implementation, num_layers=2))
+
+
+def timm_model(name: str) -> Any:
+    timm = pytest.importorskip("timm")
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "num_classes": 4, "embed_dim": 32, "num_heads": 4}
+    return zoo.perturbed(timm.create_model(name, **sizes).eval())
+
+
+def layoutlm() -> Any:
+    """Its bias depends on where the words of each page are."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    places: dict[str, Any] = {"coordinate_size": 4, "shape_size": 8, "max_2d_position_embeddings": 64, "visual_embed": False}
+    biases = {"has_relative_attention_bias": True, "has_spatial_attention_bias": True}
+    config = zoo.transformers.LayoutLMv3Config(vocab_size=64, **sizes, **places, **biases)
+    return zoo.transformers.LayoutLMv3Model(config).eval()
+
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+CASES: dict[str, tuple[Callable[[], Any], Any, int]] = {
+    "t5": (t5, zoo.inputs_of("t5"), 6),
+    "t5, eager": (lambda: t5("eager"), zoo.inputs_of("t5"), 6),
+    "t5, padded": (t5, {**zoo.inputs_of("t5"), "attention_mask": zoo.padding("right", 0, 4)}, 6),
+    "mt5": (mt5, zoo.inputs_of("t5"), 3),
+    "beit": (lambda: timm_model("beit_base_patch16_224"), {"x": IMAGES}, 2),
+    "vit_relpos": (lambda: timm_model("vit_relpos_small_patch16_224"), {"x": IMAGES}, 2),
+    "direct": (model, {"input": x()}, 1),
+}
+
+
+def first(output: Any) -> Tensor:
+    found: Tensor = output if isinstance(output, Tensor) else output[0]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_converted_with_the_same_output_and_gradients(name: str) -> None:
+    make, inputs, count = CASES[name]
+    original = make()
+    converted, report = convert(original, inputs)
+    assert report.parity.passed
+    assert not report.parity.reverted
+    sites = attention_sites(report)
+    assert len(sites) == count
+    for site in sites:
+        assert (str(site.outcome), site.replacement) == ("CONVERTED", "te.DotProductAttention")
+        assert site.executed > 0
+    assert all(record.decision.spec.bias for record in records(converted))  # type: ignore[union-attr]
+    for each in (original, converted):
+        y = first(each(**inputs))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)))
+    torch.testing.assert_close(first(converted(**inputs)), first(original(**inputs)), rtol=1e-4, atol=1e-5)
+    assert all(record.executed and not record.fallbacks for record in records(converted))
+    reverted: Any = te_convert.revert(converted)
+    trained = {name: parameter for name, parameter in original.named_parameters() if parameter.grad is not None}
+    for parameter_name, parameter in trained.items():
+        assert parameter.grad is not None
+        size = max(float(parameter.grad.abs().max()), 1e-3)  # what is added to all scores of a row has a gradient of 0
+        theirs = reverted.get_parameter(parameter_name).grad
+        torch.testing.assert_close(theirs, parameter.grad, rtol=0, atol=1e-5 * size, msg=parameter_name)
+    biases = [
+        name for name, parameter in original.named_parameters() if "relative" in name or "rel_pos" in name or name[-5:] == "table"
+    ]
+    assert any(original.get_parameter(name).grad.abs().max() > 1e-3 for name in biases)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("name", ["t5", "t5, eager", "mt5"])
+def test_generate_takes_a_row_of_the_bias_per_step(name: str, beams: int) -> None:
+    make, inputs, _ = CASES[name]
+    original = make()
+    converted, _ = convert(original, inputs)
+    options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    assert torch.equal(converted.generate(zoo.ids(), **options), original.generate(zoo.ids(), **options))
+    for record in records(converted):
+        assert (record.executed, record.fallbacks) == (1 if record.decision.scope.startswith("encoder") else 8, 0)
+
+
+def test_a_static_cache_and_left_padding_run_the_original() -> None:
+    original = t5()
+    converted, _ = convert(original, zoo.inputs_of("t5"))
+    options: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    for more in ({"cache_implementation": "static", "disable_compile": True}, {"attention_mask": zoo.padding("left", 0, 4)}):
+        before = sum(record.fallbacks for record in records(converted))
+        ours, theirs = (each.generate(zoo.ids(), **options, **more) for each in (converted, original))
+        assert torch.equal(ours, theirs)
+        assert sum(record.fallbacks for record in records(converted)) > before
+
+
+def test_bfloat16_and_autocast() -> None:
+    inputs = zoo.inputs_of("t5")
+    _, report = convert(t5().to(torch.bfloat16), inputs)
+    assert report.parity.passed
+    assert all(site.executed and not site.fallbacks for site in attention_sites(report))
+    original = t5()
+    converted, _ = convert(original, inputs)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        ours, theirs = converted(**inputs)[0], original(**inputs)[0]
+    torch.testing.assert_close(ours, theirs, rtol=0.1, atol=0.1 * float(theirs.abs().max()))
+    assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
+
+
+def test_the_plan_tells_and_survives_json() -> None:
+    plan = te_convert.analyze(t5(), zoo.inputs_of("t5"))
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert all(site.spec.bias for site in plan.sites if site.kind == "Attention")  # type: ignore[union-attr]
+    plain = te_convert.analyze(zoo.llama(), zoo.inputs_of("llama"))
+    assert not any(site.spec.bias for site in plain.sites if site.kind == "Attention")  # type: ignore[union-attr]
+
+
+# ---- near misses -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("attention", NEAR_MISSES)
+def test_what_is_no_bias_for_all_calls_is_refused(attention: Any) -> None:
+    original = model(attention())
+    converted, report = convert(original, x())
+    assert [codes(site) for site in attention_sites(report)] == [["attention.extra-inputs"]]
+    assert not records(converted)
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x()), original(x()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_given_from_outside_is_refused() -> None:
+    mask = torch.randn(1, HEADS, LENGTH, LENGTH)
+    _, report = convert(Attention().eval(), {"x": x(), "mask": mask})
+    assert [codes(site) for site in attention_sites(report)] == [["attention.extra-inputs"]]
+
+
+def test_a_bias_of_each_sample_is_refused() -> None:
+    boxes = torch.randint(0, 20, (2, zoo.LENGTH, 4), generator=torch.Generator().manual_seed(0)).sort(-1)[0]
+    _, report = convert(layoutlm(), {"input_ids": zoo.ids(), "bbox": boxes})
+    assert [codes(site) for site in attention_sites(report)] == [["attention.extra-inputs"]]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(),
+        torch.randn(2, HEADS, LENGTH, LENGTH),
+        torch.randn(1, 1, LENGTH, LENGTH),
+        torch.randn(LENGTH, LENGTH),
+    ],
+    ids=["bool", "samples", "one head", "2-D"],
+)
+def test_another_mask_runs_the_original(mask: Tensor) -> None:
+    original = Attention().eval()
+    converted, _ = convert(original, x())
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x(), mask), original(x(), mask), rtol=1e-4, atol=1e-5)
+    assert [(record.executed, record.fallbacks) for record in records(converted)] == [(0, 1)]
+
+
+def test_another_length_runs_on_te() -> None:
+    original = Attention().eval()
+    converted, _ = convert(original, x())
+    with torch.no_grad():
+        torch.testing.assert_close(converted(x(4)), original(x(4)), rtol=1e-4, atol=1e-5)
+    assert [(record.executed, record.fallbacks) for record in records(converted)] == [(1, 0)]
+
+
+def test_a_bias_that_no_recorded_call_had_runs_the_original() -> None:
+    original = zoo.llama()
+    converted, _ = convert(original, zoo.inputs_of("llama"))
+    bias = torch.randn(1, 4, zoo.LENGTH, zoo.LENGTH, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = (each(zoo.ids(), position_bias=bias).logits for each in (converted, original))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert all((record.executed, record.fallbacks) == (0, 1) for record in records(converted))
+
+
+def test_a_function_that_ignores_the_bias_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.models.t5.modeling_t5 as modeling
+
+    original = modeling.eager_attention_forward
+
+    def forgetful(*args: Any, position_bias: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(modeling, "eager_attention_forward", forgetful)
+    plan = te_convert.analyze(t5("eager"), zoo.inputs_of("t5"))
+    assert all(codes(site) == ["attention.not-recognised"] for site in plan.sites if site.kind == "Attention")
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------
+def ignored(original: Any, run: AttentionRun, module: Any) -> Any:
+    return original(replace(run, masking=replace(run.masking, bias=None)), module)
+
+
+def turned(original: Any, run: AttentionRun, module: Any) -> Any:
+    assert run.masking.bias is not None
+    square = run.masking.bias.shape[2] == run.masking.bias.shape[3]
+    return original(replace(run, masking=replace(run.masking, bias=run.masking.bias.mT if square else None)), module)
+
+
+def of_another_head(original: Any, run: AttentionRun, module: Any) -> Any:
+    assert run.masking.bias is not None
+    return original(replace(run, masking=replace(run.masking, bias=run.masking.bias.roll(1, 1))), module)
+
+
+def without_its_gradient(original: Any, run: AttentionRun, module: Any) -> Any:
+    assert run.masking.bias is not None
+    return original(replace(run, masking=replace(run.masking, bias=run.masking.bias.detach())), module)
+
+
+@pytest.mark.parametrize("mistake", [ignored, turned, of_another_head, without_its_gradient])
+@pytest.mark.parametrize("name", ["t5", "direct"])
+def test_a_planted_mistake_is_found_and_put_back(monkeypatch: pytest.MonkeyPatch, mistake: Any, name: str) -> None:
+    plant(monkeypatch, mistake)
+    make, inputs, _ = CASES[name]
+    converted, report = convert(make(), inputs)
+    assert report.parity.passed
+    kept = {record.decision.scope for record in records(converted)}
+    assert not {scope for scope in kept if "EncDecAttention" not in scope}  # whose bias is 0
+    found = [site for site in attention_sites(report) if site.fqn not in kept]
+    assert all("parity.failed" in codes(site) for site in found)
+
+
+def test_a_site_that_no_run_reached_is_compared_with_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = {**zoo.inputs_of("t5"), "attention_mask": zoo.padding("left", 3, 4)}
+    converted, report = convert(t5(), inputs)
+    unreached = [site for site in attention_sites(report) if site.parity.random_input]
+    assert unreached
+    assert all(site.parity.passed for site in unreached)
+    assert len(records(converted)) == 6
+    plant(monkeypatch, ignored)
+    assert not records(convert(t5(), inputs)[0])

@@ -279,7 +279,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.ATTENTION_EXTRA_INPUTS: ReasonInfo(
         _R,
-        "The attention is given tensors (a position bias, sinks) that the replacement does not take.",
+        "The attention is given tensors (sinks, a mask, a bias of each sample) that the replacement does not take.",
         "nothing to do: the model's own attention runs",
     ),
     ReasonCode.ATTENTION_CALLS_DIFFER: ReasonInfo(

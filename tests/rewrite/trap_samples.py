@@ -178,9 +178,10 @@ class Pair:
         return self.original, self.model
 
 
-def pair(model: nn.Module, *inputs: Any, fused: int | None = None, **options: Any) -> Pair:
+def pair(model: nn.Module, *inputs: Any, fused: int | None = None, perturbed: bool = False, **options: Any) -> Pair:
     """Perturb, keep a copy, convert in place; ``fused`` is the number of fusions that there have to be."""
-    perturb(model)
+    if not perturbed:
+        perturb(model)
     original = copy.deepcopy(model)
     example = inputs[0] if inputs and isinstance(inputs[0], dict) else inputs or (x_of(),)
     result = te_convert.convert(model, example, backend="reference", inplace=True, **options)

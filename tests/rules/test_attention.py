@@ -192,18 +192,17 @@ def test_probe_rejects_everything_else(function: Any) -> None:
         probe_attention(function, nn.Module(), FACTS, "eager", {})
 
 
-def with_bias(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, dropout: float, position_bias: Tensor
-) -> Any:
-    return formula(query, key, value, position_bias if mask is None else mask + position_bias, scaling), None
+def with_bias(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **options: Any) -> Any:
+    bias: Tensor = options["position_bias"]
+    return formula(query, key, value, bias if mask is None else mask + bias, scaling), None
 
 
-def bias_before_the_scale(*args: Any, position_bias: Tensor, scaling: float, **kwargs: Any) -> Any:
-    return with_bias(*args, position_bias=position_bias * scaling, scaling=scaling, **kwargs)
+def bias_before_the_scale(*args: Any, **options: Any) -> Any:
+    return with_bias(*args, **{**options, "position_bias": options["position_bias"] * options["scaling"]})
 
 
-def bias_ignored(*args: Any, position_bias: Tensor, **kwargs: Any) -> Any:
-    return with_bias(*args, position_bias=torch.zeros_like(position_bias), **kwargs)
+def bias_ignored(*args: Any, **options: Any) -> Any:
+    return with_bias(*args, **{**options, "position_bias": torch.zeros(1)})
 
 
 def test_probe_of_a_bias() -> None:

@@ -147,7 +147,6 @@ CASES: dict[str, Case] = {
     "bert": transformers_case("bert", {"Linear": 9, "LayerNorm": 5, "DotProductAttention": 2}),
     "vit": transformers_case("vit", {"Linear": 5, "LayerNorm": 1, "LayerNormLinear": 4, "DotProductAttention": 2}),
     "whisper": transformers_case("whisper", {"Linear": 7, "LayerNorm": 1, "LayerNormLinear": 8, "DotProductAttention": 3}),
-    "t5": transformers_case("t5", {"Linear": 5, "RMSNorm": 2, "LayerNormLinear": 3, "LayerNormMLP": 2, "DotProductAttention": 3}),
     "mixtral": Case(
         mixtral,
         {"input_ids": attention_models.ids()},

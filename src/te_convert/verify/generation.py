@@ -1,4 +1,4 @@
-"""Greedy decoding of a small left-padded batch with a cache: the logits of every step, until the tokens part."""
+"""Greedy decoding of a small batch with a cache: the logits of every step, until the tokens part."""
 
 from __future__ import annotations
 
@@ -35,13 +35,10 @@ def generate_outputs(model: Any, scenario: Scenario, setting: Setting) -> Output
     """
     ids = scenario.kwargs["input_ids"][:2, :8]
     ids = ids if len(ids) == 2 else ids.repeat(2, 1)
-    mask = torch.ones_like(ids)
-    if ids.shape[1] > 2:
-        mask[1, : ids.shape[1] // 3] = 0
     with prepared(model, scenario, setting):
         result = model.generate(
             input_ids=ids.clone(),
-            attention_mask=mask,
+            attention_mask=torch.ones_like(ids),
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,

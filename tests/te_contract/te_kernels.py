@@ -1,7 +1,7 @@
 """Transformer Engine's CUDA kernels as torch code: signatures of ``transformer_engine_torch`` 2.20, in high precision only.
 
-Formulas are those of TE's sources (``common/util/math.h``, ``common/util/vectorized_pointwise.h``, ``common/normalization``), written
-without a look at the twins, which are compared with them.  Everything is computed in float32 and rounded once.
+Formulas are those of TE's sources (``common/util/math.h``, ``common/util/vectorized_pointwise.h``, ``common/normalization``) and
+share no code with the twins, which are compared with them.  Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _rows(x: Tensor) -> Tensor:
 # --- matrix products -----------------------------------------------------------------------------------------------------------
 
 
-def generic_gemm(  # noqa: PLR0913
+def generic_gemm(
     a: Tensor,
     transpose_a: bool,
     b: Tensor,
@@ -55,8 +55,10 @@ def generic_gemm(  # noqa: PLR0913
     extra_output: Tensor | None = None,
     **overlap: Any,
 ) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
-    """``op(b) @ op(a)``, rows first: with a weight ``a`` [out, in] and "TN" a forward, "NN" the gradient of its input, and with an
-    input ``a`` and "NT" the gradient of the weight; a ``bias`` is added, or its gradient summed up where ``grad``.
+    """``op(b) @ op(a)``, rows first; a ``bias`` is added, or its gradient summed up where ``grad``.
+
+    With a weight ``a`` [out, in], "TN" is a forward and "NN" the gradient of its input; with an input ``a``, "NT" is the gradient
+    of the weight.
     """
     _plain(quantizer)
     assert not gelu
@@ -81,7 +83,7 @@ def _write(value: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     return out.add_(value.view_as(out)) if accumulate else out.copy_(value.view_as(out))
 
 
-def te_general_grouped_gemm(  # noqa: PLR0913
+def te_general_grouped_gemm(
     a: Sequence[Tensor],
     transpose_a: bool,
     b: Sequence[Tensor],

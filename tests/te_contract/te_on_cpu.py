@@ -2,7 +2,7 @@
 
 TE's Python is what runs, forward and backward, with its own autograd functions, state dicts and checks.  Exchanged are its CUDA
 kernels (``te_kernels.py``), the choice of an attention backend (TE's unfused one, which is torch code), and what TE sees of
-``torch.cuda``: its modules get a view of torch with a GPU of compute capability 9.0 whose memory is the CPU's.  Nobody else sees it.
+``torch.cuda``: its modules get a view of torch with a GPU of compute capability 9.0 whose memory is the CPU's.  Nobody else does.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
         built = rebuild(manifest.source, directory)
         model = _apply(built, plan, chosen.name)
     slots = find_slots(model)
-    _restore_ties(slots, manifest.ties)
+    restore_ties(slots, manifest.ties)
     _assign(model, slots, directory, manifest)
     _restore_flags(model, slots, manifest)
     return model if place is None else model.to(place)
@@ -126,7 +126,7 @@ def _apply(model: nn.Module, plan: Plan, backend: str) -> nn.Module:
     return root
 
 
-def _restore_ties(slots: dict[str, Slot], ties: dict[str, str]) -> None:
+def restore_ties(slots: dict[str, Slot], ties: dict[str, str]) -> None:
     """Names that shared a tensor share it again; names that did not get tensors of their own."""
     seen: dict[int, str] = {}
     for name, slot in slots.items():
@@ -153,7 +153,7 @@ def _assign(model: nn.Module, slots: dict[str, Slot], directory: Path, manifest:
     for file in (*_weight_files(directory, manifest), BUFFERS):
         for name, tensor in _stored(directory, file):
             if name in slots and name not in manifest.ties:
-                _set(name, slots[name], tensor)
+                set_value(name, slots[name], tensor)
                 wanted.discard(name)
             elif file == BUFFERS and name not in slots:
                 _register(model, name, tensor)
@@ -186,7 +186,7 @@ def _stored(directory: Path, file: str) -> Iterator[tuple[str, torch.Tensor]]:
         raise LoadError(f"{file} cannot be read: {one_line(error)}", _AGAIN) from error
 
 
-def _set(name: str, slot: Slot, value: torch.Tensor) -> None:
+def set_value(name: str, slot: Slot, value: torch.Tensor) -> None:
     """Put values and dtype of the file into the tensor object that the slot holds, so that other references see them."""
     held = slot.tensor
     if slot.is_parameter and held.shape != value.shape:

@@ -113,6 +113,22 @@ def rebuild_module(source: ModelSource) -> nn.Module:
         return _own(build_found(found, source.main, None), found, source.main)
 
 
+def stored_inputs(source: ModelSource, directory: Path) -> Any | None:
+    """The ``example_inputs`` of a copied file or an importable module; None when it offers none, or for another kind of source.
+
+    Raises:
+        InputError: the source fails.
+    """
+    if source.kind == "file":
+        root = directory.resolve()
+        with user_code(root, source.main):
+            return _example_inputs(execute_file(root / source.main), source.main, root)
+    if source.kind == "module":
+        with user_code(Path.cwd(), isolate=False):
+            return _example_inputs(_import(source.main), source.main, None)
+    return None
+
+
 def build_found(found: Found, where: str, directory: Path | None) -> nn.Module:
     """Build a found model; the source's exceptions become one line.
 

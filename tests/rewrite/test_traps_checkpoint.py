@@ -19,7 +19,6 @@ from tests.rewrite.trap_samples import (
     Net,
     One,
     Pair,
-    assert_near,
     assert_same_gradients,
     assert_trains_alike,
     gradients,

@@ -48,12 +48,12 @@ class Squared(torch.autograd.Function):
 
 def through_function(m: Any, x: Tensor) -> Tensor:
     n = m.norm(x)
-    out: Tensor = m.a(n) * m.b(n) + Squared.apply(n)[..., :6]  # type: ignore[no-untyped-call]
+    out: Tensor = m.a(n) * m.b(n) + Squared.apply(n)[..., :6]
     return out
 
 
 def function_only(m: Any, x: Tensor) -> Tensor:
-    out: Tensor = m.a(Squared.apply(m.norm(x)))  # type: ignore[no-untyped-call]
+    out: Tensor = m.a(Squared.apply(m.norm(x)))
     return out
 
 
@@ -81,7 +81,9 @@ def test_trap_01_reentrant_checkpoint_around_a_reader_keeps_all_gradients(child:
 
 
 @pytest.mark.parametrize(("use", "unused"), [(through_function, ""), (function_only, "b")])
-def test_trap_01_a_custom_function_that_nobody_recorded_keeps_all_gradients(use: Callable[[Any, Tensor], Tensor], unused: str) -> None:
+def test_trap_01_a_custom_function_that_nobody_recorded_keeps_all_gradients(
+    use: Callable[[Any, Tensor], Tensor], unused: str
+) -> None:
     assert_trains_alike(pair(One(), fused=1).use(use), unused=unused)
 
 

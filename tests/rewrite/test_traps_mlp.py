@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import te_convert
 from te_convert.plan.model import Outcome
 from te_convert.reasons import ReasonCode
+from tests.rewrite.trap_parts import Feed, WithResidual, with_residual
 from tests.rewrite.trap_samples import (
     MLP,
     WIDTH,
@@ -25,18 +26,6 @@ from tests.rewrite.trap_samples import (
     pair,
     x_of,
 )
-
-
-class Feed(nn.Module):
-    """A norm and an MLP; ``use`` may be replaced after the conversion."""
-
-    def __init__(self, mlp: nn.Module, use: Callable[[Any, Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(WIDTH), mlp
-        self.use = use or (lambda m, x: x + m.mlp(m.norm(x)))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.use(self, x)
 
 
 def feed(mlp: nn.Module, fused: int | None = 1, **options: Any) -> Pair:
@@ -116,19 +105,6 @@ def test_trap_16_a_dropout_before_a_reader_that_draws_gives_the_value() -> None:
 
 
 # ---- 17: other arguments ---------------------------------------------------------------------------------------------
-class WithResidual(MLP):
-    """Bloom's MLP takes the residual too."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        y: Tensor = self.fc2(self.act(self.fc1(x)))
-        return y if residual is None else y * scale + residual
-
-
-def with_residual(m: Any, x: Tensor) -> Tensor:
-    out: Tensor = m.mlp(m.norm(x), x)
-    return out
-
-
 CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "residual": with_residual,
     "keyword": lambda m, x: m.mlp(x=m.norm(x)),

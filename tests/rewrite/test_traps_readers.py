@@ -210,7 +210,9 @@ def test_trap_14_a_lora_wrapper_around_a_reader_works() -> None:
     for output in outputs:
         output.square().sum().backward()
     for name in ("a.down.weight", "a.up.weight", "norm.weight"):
-        torch.testing.assert_close(made.model.get_parameter(name).grad, made.original.get_parameter(name).grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            made.model.get_parameter(name).grad, made.original.get_parameter(name).grad, rtol=1e-4, atol=1e-4
+        )
 
 
 # ---- 15: views of a slice, in-place on a slice -----------------------------------------------------------------------

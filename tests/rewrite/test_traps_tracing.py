@@ -12,7 +12,19 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from te_convert.rewrite.lazy import LazyNorm
 from te_convert.verify.perturb import original_parameters
-from tests.rewrite.trap_samples import CLOSE, WIDTH, MLP, Net, One, Pair, assert_near, assert_trains_alike, pair, relative_error, x_of
+from tests.rewrite.trap_samples import (
+    CLOSE,
+    MLP,
+    WIDTH,
+    Net,
+    One,
+    Pair,
+    assert_near,
+    assert_trains_alike,
+    pair,
+    relative_error,
+    x_of,
+)
 
 JOINT = "layernorm_a_b"
 
@@ -83,6 +95,7 @@ def test_trap_09_double_backward() -> None:
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         first.square().sum().backward()
         results.append(x.grad)
+    assert results[0] is not None
     assert results[1] is not None
     assert relative_error(results[1], results[0]) <= 1e-4
 
@@ -102,6 +115,7 @@ def test_trap_10_compile_without_a_graph_break(backend: str) -> None:
         x = x_of().requires_grad_()
         model(x).square().sum().backward()
         results.append(x.grad)
+    assert results[0] is not None
     assert results[1] is not None
     assert relative_error(results[1], results[0]) <= CLOSE
     assert made.counts("blocks.0.attn.layernorm_qkv")[0] == 0
@@ -123,7 +137,8 @@ def test_trap_10_a_compiled_part_in_an_eager_model() -> None:
 def test_trap_10_eager_fuses_again_after_a_compiled_run() -> None:
     torch._dynamo.reset()
     made = net()
-    torch.compile(made.model, backend="eager", fullgraph=True)(x_of())
+    compiled: Any = torch.compile(made.model, backend="eager", fullgraph=True)
+    compiled(x_of())
     made.reset()
     assert_near(made.model(x_of()), made.original(x_of()))
     assert made.counts("blocks.0.attn.layernorm_qkv") == (1, 0)
@@ -139,7 +154,8 @@ def test_trap_10_export() -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_trap_10_jit_trace() -> None:
     made = net()
-    traced = torch.jit.trace(made.model, (x_of(),), check_trace=False)
+    trace: Any = torch.jit.trace
+    traced = trace(made.model, (x_of(),), check_trace=False)
     assert_near(traced(x_of(seed=3)).detach(), made.original(x_of(seed=3)).detach())
 
 
@@ -186,7 +202,7 @@ class Marked(Tensor):
 
 def test_trap_10_another_tensor_subclass_is_not_deferred() -> None:
     made = pair(One(), fused=1)
-    outputs = [model(x_of().as_subclass(Marked)) for model in made.both()]  # type: ignore[no-untyped-call]
+    outputs = [model(x_of().as_subclass(Marked)) for model in made.both()]
     assert type(outputs[0]) is type(outputs[1]) is Marked
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-5)
     assert made.counts(JOINT) == (0, 2)
@@ -224,7 +240,7 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda n: torch.tensor(n.sum().item()),
     "list": lambda n: torch.tensor(n.tolist()),
     "iterate": lambda n: sum(row.sum() for row in n),
-    "unpack": lambda n: [*n][0],
+    "unpack": lambda n: next(iter(n)),
     "numpy": lambda n: torch.from_numpy(n.detach().numpy() * 1),
     "max": lambda n: n.max(-1)[0],
     "topk": lambda n: torch.topk(n, 2).values,

@@ -39,7 +39,10 @@ def perturb(model: nn.Module, seed: int = 5) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """q, k, v and out; the flags are for paths that nobody recorded."""
+    """q, k, v and out, with a weighting that TE lacks, so that no attention and no block is fused as a whole.
+
+    ``project`` and ``weigh`` are for paths that nobody recorded.
+    """
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS) -> None:
         super().__init__()
@@ -47,10 +50,11 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.project: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = in_order
+        self.weigh: Callable[[Tensor], Tensor] = torch.sigmoid
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(-2, -3) for t in self.project(self, x))
-        y = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1) @ v  # SDPA has no second derivative on the CPU
+        q, k, v = (t.view(*t.shape[:-1], self.heads, -1).transpose(-2, -3) for t in self.project(self, x))
+        y = self.weigh(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5) @ v
         out: Tensor = self.out(y.transpose(-2, -3).flatten(-2))
         return out
 
@@ -81,7 +85,8 @@ class Block(nn.Module):
         self.around: dict[str, Callable[..., Any]] = {}
 
     def run(self, name: str, *args: Any) -> Any:
-        return self.around.get(name, call)(getattr(self, name), *args)
+        around: Any = self.around.get(name, call)
+        return around(getattr(self, name), *args)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.run("attn", self.run("norm1", x))
@@ -111,7 +116,9 @@ class Net(nn.Module):
 class One(nn.Module):
     """One norm with Linears a and b (and c) behind it; ``use`` is what forward does with them."""
 
-    def __init__(self, use: Callable[[Any, Tensor], Any] | None = None, norm: nn.Module | None = None, **modules: nn.Module) -> None:
+    def __init__(
+        self, use: Callable[[Any, Tensor], Any] | None = None, norm: nn.Module | None = None, **modules: nn.Module
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.norm = norm if norm is not None else nn.LayerNorm(WIDTH)

@@ -41,7 +41,9 @@ def _states_agree(made: Pair, before: dict[str, Tensor]) -> None:
     assert list(state) == list(before)
     for name, tensor in before.items():
         assert torch.equal(state[name], tensor), name
-    other = {name: tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)) for name, tensor in before.items()}
+    other = {
+        name: tensor + torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)) for name, tensor in before.items()
+    }
     _tie(other, made.original)
     made.model.load_state_dict(other)
     found = te_convert.original_state_dict(made.model)
@@ -93,7 +95,7 @@ def assert_caught(
     monkeypatch: pytest.MonkeyPatch, model: nn.Module, mistake: Mistake, fused: str, x: Tensor | None = None, **options: Any
 ) -> None:
     """The verifier puts a fusion with a planted mistake back, and it alone, and the result is the original's."""
-    fuse = rewrite_apply.fuse
+    fuse: Any = vars(rewrite_apply)["fuse"]
 
     def wrong(root: nn.Module, fusion: Fusion, *args: Any) -> Any:
         module, own = fuse(root, fusion, *args)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from te_convert.plan.model import Outcome
 from te_convert.replacements.specs import LayerNormLinearSpec
 from te_convert.weights.ops import Concat, Fill, Move, Transpose
-from tests.rewrite.test_traps_models import LN, LayerNorm, Llama
-from tests.rewrite.trap_samples import MLP, WIDTH, One, assert_same_gradients, gradients, loss_of, pair, x_of
+from tests.rewrite.trap_parts import LN, LayerNorm, Llama
+from tests.rewrite.trap_samples import MLP, WIDTH, One, assert_same_gradients, gradients, loss_of, pair
 from tests.rules.fusion_cases import (
     Mistake,
     assert_caught,

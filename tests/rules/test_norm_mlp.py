@@ -14,8 +14,7 @@ from te_convert.plan.model import Outcome
 from te_convert.reference.activations import ACTIVATION_NAMES, is_gated
 from te_convert.replacements.specs import LayerNormMLPSpec
 from te_convert.weights.ops import Concat, Move, SwapHalves, Transpose
-from tests.rewrite.test_traps_mlp import Feed, WithResidual, with_residual
-from tests.rewrite.test_traps_models import LayerNorm, Llama
+from tests.rewrite.trap_parts import Feed, LayerNorm, Llama, WithResidual, with_residual
 from tests.rewrite.trap_samples import FFN, MLP, WIDTH, x_of
 from tests.rules.fusion_cases import (
     Mistake,
@@ -33,7 +32,7 @@ Act = Callable[[Tensor], Tensor]
 
 
 class Plain(nn.Module):
-    """fc2(act(fc1(x)))"""
+    """fc2(act(fc1(x)))."""
 
     def __init__(self, act: Act, fc1: nn.Module | None = None, fc2: nn.Module | None = None) -> None:
         super().__init__()
@@ -58,14 +57,17 @@ class Gated(nn.Module):
         self.act, self.first, self.pairwise = act, first, pairwise
 
     def forward(self, x: Tensor) -> Tensor:
+        own: Any = self
         if self.first == "gate":
-            gate, up = self.gate(x), self.up(x)
+            gate, up = own.gate(x), own.up(x)
         else:
-            up, gate = self.up(x), self.gate(x)
+            up, gate = own.up(x), own.gate(x)
         if self.pairwise:
             y = self.act(gate, up)
+        elif self.first == "gate":
+            y = self.act(gate) * up
         else:
-            y = self.act(gate) * up if self.first == "gate" else up * self.act(gate)
+            y = up * self.act(gate)
         out: Tensor = self.down(y)
         return out
 

@@ -31,7 +31,9 @@ from tests.rules.fusion_cases import Mistake, assert_caught, codes_of, fusion_of
 class Two(nn.Module):
     """a and b read the input itself."""
 
-    def __init__(self, a: nn.Module | None = None, b: nn.Module | None = None, use: Callable[[Any, Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, a: nn.Module | None = None, b: nn.Module | None = None, use: Callable[[Any, Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b = a or nn.Linear(WIDTH, 6), b or nn.Linear(WIDTH, 6)
@@ -57,10 +59,9 @@ class Cross(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         memory = x.flip(1) * 0.5
-        q, k, v = (
-            t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (self.q_proj(x), self.k_proj(memory), self.v_proj(memory))
-        )
-        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (self.q_proj(x), self.k_proj(memory), self.v_proj(memory)))
+        out: Tensor = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return out
 
 
 def conv1d(out: int) -> nn.Module:

@@ -48,7 +48,7 @@ def te_on_cpu() -> Iterator[Any]:
 
 def _te_modules() -> Iterator[Any]:
     for name, module in list(sys.modules.items()):
-        if module is not None and name.startswith(f"{PACKAGE}."):
+        if name.startswith(f"{PACKAGE}."):
             yield module
 
 

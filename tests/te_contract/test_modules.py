@@ -140,7 +140,7 @@ def test_all_activations_have_a_stand_in() -> None:
 def test_layer_norm_mlp(activation: str, norm: str, bias: bool, zero_centered: bool, dtype: str) -> None:
     spec = LayerNormMLPSpec(HIDDEN, FFN, bias, 1e-6, norm, activation, zero_centered, dtype)
     compare(spec, (rows(HIDDEN, dtype) * 3,))
-    assert build(spec, "te").fc1_weight.shape[0] == FFN * (2 if is_gated(activation) else 1)  # type: ignore[index, union-attr]
+    assert build(spec, "te").fc1_weight.shape[0] == FFN * (2 if is_gated(activation) else 1)  # type: ignore[index]
 
 
 # --- attention -----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_convert.errors import LoadError
-from te_convert.weights.ops import Fill, Move, Transpose, WeightMap, WeightOp, weight_map_from_dict, weight_map_to_dict
+from te_convert.weights.ops import (
+    Concat,
+    Fill,
+    Move,
+    SwapHalves,
+    Transpose,
+    WeightMap,
+    WeightOp,
+    weight_map_from_dict,
+    weight_map_to_dict,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 names = st.lists(st.text("abcxyz_", min_size=1, max_size=6), min_size=2, max_size=8, unique=True)
@@ -105,3 +115,104 @@ def test_a_missing_tensor_is_an_error() -> None:
 def test_a_damaged_program_is_a_load_error(entry: dict[str, object]) -> None:
     with pytest.raises(LoadError):
         weight_map_from_dict([entry])
+
+
+# ---- operations of fusions -------------------------------------------------------------------------------------------
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[Concat, list[torch.Tensor]]:
+    """A Concat with tensors that fit it: weights in either layout, or biases."""
+    rows = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    width, transposed = draw(st.sampled_from([None, 1, 3])), draw(st.booleans())
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    shapes = [(size,) if width is None else (width, size) if transposed else (size, width) for size in rows]
+    op = Concat(tuple(f"part{index}" for index in range(len(rows))), "joint", rows, transposed and width is not None)
+    return op, [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@given(blocks())
+@settings(deadline=None, max_examples=80)
+def test_concat_has_an_exact_inverse_whose_parts_share_its_memory(case: tuple[Concat, list[torch.Tensor]]) -> None:
+    op, tensors = case
+    joint = op.forward(tensors)
+    assert joint.is_contiguous()
+    assert joint.shape[0] == sum(op.rows)
+    assert joint.dtype is tensors[0].dtype
+    parts = op.inverse(joint)
+    assert len(parts) == len(tensors)
+    for part, tensor in zip(parts, tensors, strict=True):
+        assert torch.equal(part, tensor)
+        assert part.untyped_storage().data_ptr() == joint.untyped_storage().data_ptr()
+    for index, part in enumerate(parts):
+        part.fill_(index + 1)
+    expected = [index + 1 for index, size in enumerate(op.rows) for _ in range(size)]
+    assert [row.flatten()[0].item() for row in joint] == expected  # no overlap, nothing left out, in order
+    assert torch.equal(op.forward(op.inverse(joint)), joint)
+
+
+@given(blocks(), st.integers(0, 3))
+@settings(deadline=None, max_examples=60)
+def test_concat_parts_give_the_joint_gradient_its_blocks(case: tuple[Concat, list[torch.Tensor]], which: int) -> None:
+    op, tensors = case
+    index = which % len(tensors)
+    joint = op.forward(tensors).requires_grad_()
+    op.part(joint, index).sum().backward()
+    assert joint.grad is not None
+    for other, part in enumerate(op.inverse(joint.grad)):
+        assert torch.equal(part, torch.full_like(part, float(other == index)))
+
+
+@given(blocks())
+@settings(deadline=None, max_examples=30)
+def test_concat_refuses_blocks_of_other_sizes(case: tuple[Concat, list[torch.Tensor]]) -> None:
+    op, tensors = case
+    wrong = Concat(op.names, op.dest, tuple(size + 1 for size in op.rows), op.transposed)
+    with pytest.raises(ValueError, match="rows, planned were"):
+        wrong.forward(tensors)
+
+
+def test_concat_needs_one_size_per_source() -> None:
+    with pytest.raises(ValueError, match="2 sources, but sizes of 1 blocks"):
+        Concat(("a", "b"), "x", (3,))
+
+
+@st.composite
+def halves(draw: st.DrawFn) -> tuple[SwapHalves, torch.Tensor]:
+    """A SwapHalves with a tensor that fits it."""
+    size, width, transposed = draw(st.integers(1, 5)), draw(st.sampled_from([None, 1, 2, 3, 4])), draw(st.booleans())
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    shape = (2 * size,) if width is None else (width, 2 * size) if transposed else (2 * size, width)
+    op = SwapHalves("packed", "fc1", transposed and width is not None)
+    return op, torch.randn(shape, generator=generator).to(draw(st.sampled_from(DTYPES)))
+
+
+@given(halves())
+@settings(deadline=None, max_examples=80)
+def test_swap_halves_exchanges_them_and_back(case: tuple[SwapHalves, torch.Tensor]) -> None:
+    op, tensor = case
+    swapped = op.forward([tensor])
+    rows = tensor.t() if op.transposed else tensor
+    first, second = rows.chunk(2)
+    assert swapped.is_contiguous()
+    assert swapped.dtype is tensor.dtype
+    assert torch.equal(swapped, torch.cat([second, first]))
+    assert torch.equal(op.part(swapped, 0), tensor)
+    assert swapped.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+@given(blocks(), halves(), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_map_of_fused_operations_and_its_inverse_give_the_same_bits(
+    joined: tuple[Concat, list[torch.Tensor]], packed: tuple[SwapHalves, torch.Tensor], with_norm: bool
+) -> None:
+    (concat, parts), (swap, half) = joined, packed
+    norm: tuple[WeightOp, ...] = (Move("norm", "layer_norm_weight"), Fill("layer_norm_bias", 0.0, 3)) if with_norm else ()
+    weights = WeightMap((*norm, concat, swap))
+    tensors = {**({"norm": torch.ones(3)} if with_norm else {}), **dict(zip(concat.names, parts, strict=True)), "packed": half}
+    back = weights.to_original(weights.to_te(tensors))
+    assert list(back) == list(weights.sources) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(back[name], tensor)
+        assert back[name].is_contiguous()
+    assert not weights.keeps_layout
+    assert weight_map_from_dict(json.loads(json.dumps(weight_map_to_dict(weights)))) == weights

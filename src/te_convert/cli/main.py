@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from te_convert.cli.analyze import analyze
+from te_convert.cli.check import check
 from te_convert.cli.convert import convert
 from te_convert.cli.doctor import doctor
 from te_convert.cli.output import EXIT_INTERRUPTED, EXIT_USAGE, fail
@@ -70,13 +71,15 @@ Examples:
   te-convert model.py --out model_te
   te-convert model.py --dry-run
   te-convert bert-base/ --recipe fp8 --out bert_te
+  te-convert check bert_te --junit parity.xml
 \b
 Exit codes:
   0   converted and verified (with --no-verify: converted);
-      analyze: done; doctor: Transformer Engine would run
+      analyze: done; check: parity holds; doctor: Transformer Engine would run
   1   written unchanged: nothing was converted, or everything was put back
   2   usage or bad input
-  3   parity failed, or could not be judged; with --strict nothing is written
+  3   parity failed, or could not be judged; with --strict nothing is written;
+      check: parity failed, or a golden figure got worse
   4   the environment lacks what was demanded;
       doctor: Transformer Engine would not run
   70  internal error (TE_CONVERT_DEBUG=1 shows the traceback)
@@ -91,5 +94,5 @@ def main() -> None:
     """
 
 
-for _command in (convert, analyze, doctor):
+for _command in (convert, analyze, check, doctor):
     main.add_command(_command)

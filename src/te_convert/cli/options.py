@@ -45,7 +45,6 @@ class ModelOptions:
 
 
 _MODEL_OPTIONS = (
-    click.argument("model"),
     click.option(
         "--inputs",
         multiple=True,
@@ -74,9 +73,18 @@ _MODEL_OPTIONS = (
 
 def model_options(command: F) -> F:
     """Add MODEL and the options of :class:`ModelOptions`."""
+    return _with_options(click.argument("model"), command)
+
+
+def target_options(command: F) -> F:
+    """The same, where a converted directory may stand in MODEL's place."""
+    return _with_options(click.argument("model", metavar="DIR|MODEL"), command)
+
+
+def _with_options(argument: Callable[[F], F], command: F) -> F:
     for option in reversed(_MODEL_OPTIONS):
         command = option(command)
-    return command
+    return argument(command)
 
 
 def json_option(command: F) -> F:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 import click
@@ -40,6 +41,30 @@ def say(line: str, quiet: bool = False) -> None:
     """One line for the reader on stderr."""
     if not quiet:
         click.echo(line, err=True)
+
+
+def check_writable(path: Path) -> None:
+    """Ask before the work whether a file can be written.
+
+    Raises:
+        InputError: it is a directory, or there is no permission.
+    """
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise InputError(f"{path} cannot be written", "name a file in a directory that can be written")
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file for machines; missing parents are made.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}", "name another file") from error
 
 
 def text_style() -> dict[str, Any]:

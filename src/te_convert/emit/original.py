@@ -12,6 +12,7 @@ from te_convert.emit.manifest import read_manifest
 from te_convert.emit.slots import find_slots, find_ties, public_names
 from te_convert.emit.sources import rebuild
 from te_convert.errors import LoadError
+from te_convert.rewrite.state import revert
 
 _CHANGED = "the source or its packages changed; convert the model again"
 
@@ -25,8 +26,6 @@ def rebuild_original(path: Path | str) -> nn.Module:
         LoadError: as :func:`load_directory` does, or the rebuilt model has other tensors than the converted one had.
         EnvironmentLacksError: the source needs Transformers, which is not installed.
     """
-    from te_convert.rewrite.state import revert
-
     directory = Path(path)
     manifest = read_manifest(directory)
     check_files(directory, manifest)

@@ -31,7 +31,8 @@ class Portable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """The inverse, on a module that :func:`_build` made; of a twin, nn.Module's."""
         if _PARAMETERS not in state:
-            super().__setstate__(state)
+            inherited: Any = super().__setstate__
+            inherited(state)
             return
         rest = dict(state)
         parameters, hooks = rest.pop(_PARAMETERS), rest.pop(_LOAD_HOOKS)

@@ -27,7 +27,8 @@ from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_fl
 
 _MAX_SEARCHES = 16
 _ALL_RUNS = "all runs together"
-_POOLED = "judged over all runs together"
+POOLED = "judged over all runs together"
+"""The bound of a low-precision run: one draw of rounding noise, which is judged with all the others."""
 _SAME = "same structure, shapes, dtypes and non-finite places"
 Progress = Callable[[int, int], None]
 OriginalRun = Callable[[Expected, torch.dtype], "Expected | None"]
@@ -163,7 +164,7 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
     model, low = root if root is not None else state.applied.model, state.reference.low
     try:
         if expected.kind != "forward" and expected.setting.widen is not None and state.applied.backend != "reference":
-            state.notes.append(f"{expected.scenario.name}: not compared, since TE's modules cannot run in float32 with {low} weights")
+            state.notes.append(f"{expected.scenario.name}: not compared, TE's modules cannot run in float32 with {low} weights")
             return []
         if expected.kind == "gradients":
             return [_judge_gradients(state, model, expected, off)]
@@ -275,7 +276,7 @@ def _judge_low(state: _State, expected: Expected, outputs: Outputs, low: torch.d
     ratio, _ = error_ratio(expected.exact, expected.outputs, outputs, low)
     state.row_ratios += row_ratios(expected.exact, expected.outputs, outputs, low)
     return ScenarioParity(
-        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, _POOLED, passed=True, output=path
+        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, POOLED, passed=True, output=path
     )
 
 

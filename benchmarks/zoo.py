@@ -1,6 +1,6 @@
 """Convert many architectures, built tiny from their configs, and count what happened.
 
-    python benchmarks/zoo.py                                # Transformers, timm and hand-written models
+    python benchmarks/zoo.py                                # Transformers, timm, diffusers and hand-written models
     python benchmarks/zoo.py --source transformers --only bert,llama --json zoo.json
 
 One JSON line per model: sites, outcomes, parity, gradients, seconds; then the totals of the README.  No weights are downloaded.
@@ -23,7 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import nn
-from zoo_models import HAND, TIMM, architectures, build, build_hand, build_timm
+from zoo_models import DIFFUSERS, HAND, TIMM, architectures, build, build_diffusers, build_hand, build_timm
 
 import te_convert
 
@@ -35,7 +35,12 @@ def convert_one(source: str, name: str, limit_params: int) -> Row:
     """Build, convert, compare gradients, count."""
     head = {"source": source, "name": name}
     try:
-        model, inputs = {"transformers": lambda n: (build(n), None), "timm": build_timm, "hand": build_hand}[source](name)
+        model, inputs = {
+            "transformers": lambda n: (build(n), None),
+            "timm": build_timm,
+            "diffusers": build_diffusers,
+            "hand": build_hand,
+        }[source](name)
         size = sum(p.numel() for p in model.parameters())
         if size > limit_params:
             return {**head, "status": "too-large", "params": size}
@@ -136,7 +141,7 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 def models(source: str, only: list[str], shard: str) -> Iterator[tuple[str, str]]:
     """(source, name) of the models asked for."""
     index, total = map(int, shard.split("/"))
-    names = {"transformers": architectures, "timm": lambda: TIMM, "hand": lambda: HAND}
+    names = {"transformers": architectures, "timm": lambda: TIMM, "diffusers": lambda: DIFFUSERS, "hand": lambda: HAND}
     for each in names if source == "all" else (source,):
         yield from ((each, name) for name in only or list(names[each]())[index::total])
 
@@ -167,7 +172,7 @@ def totals(rows: list[Row]) -> Row:
 def main() -> None:
     """Run, print, sum up."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--source", default="all", choices=["all", "transformers", "timm", "hand"])
+    parser.add_argument("--source", default="all", choices=["all", "transformers", "timm", "diffusers", "hand"])
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, starting with the i-th")
     parser.add_argument("--limit-params", type=int, default=30_000_000)

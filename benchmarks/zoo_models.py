@@ -175,3 +175,62 @@ def build_hand(name: str) -> tuple[nn.Module, Any]:
 
 
 HAND = (*STYLES, "torch-encoder", "torch-encoder-pre", "torch-encoder-dropout", "torch-transformer")
+
+
+DIFFUSERS = (
+    "UNet2DConditionModel", "DiTTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel", "Transformer2DModel",
+    "FluxTransformer2DModel",
+)  # fmt: skip
+
+
+def build_diffusers(name: str) -> tuple[nn.Module, Any]:
+    """A tiny diffusers model (needs `pip install diffusers`) and its (args, kwargs)."""
+    import diffusers
+
+    torch.manual_seed(0)
+    step, text = torch.tensor([3]), torch.randn(1, 5, 16)
+    heads = {"num_attention_heads": 4, "attention_head_dim": 8}
+    image = {"sample_size": 8, "in_channels": 4, "num_layers": 2, **heads}
+    latent = torch.randn(1, 4, 8, 8)
+    sizes: dict[str, Any] = {
+        "UNet2DConditionModel": {
+            "sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "block_out_channels": (32, 64),
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "cross_attention_dim": 16, "attention_head_dim": 8, "norm_num_groups": 8,
+        },
+        "DiTTransformer2DModel": {**image, "out_channels": 8, "norm_num_groups": 8, "num_embeds_ada_norm": 10},
+        "PixArtTransformer2DModel": {
+            **image, "out_channels": 8, "norm_num_groups": 8, "cross_attention_dim": 32, "caption_channels": 16,
+            "use_additional_conditions": False,
+        },
+        "SD3Transformer2DModel": {
+            **image, "patch_size": 2, "joint_attention_dim": 16, "caption_projection_dim": 32, "pooled_projection_dim": 16,
+            "out_channels": 4, "pos_embed_max_size": 16,
+        },
+        "Transformer2DModel": {**heads, "in_channels": 32, "num_layers": 2, "norm_num_groups": 8, "cross_attention_dim": 16},
+        "FluxTransformer2DModel": {
+            "patch_size": 1, "in_channels": 8, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16,
+            "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 16, "axes_dims_rope": (4, 4, 8),
+        },
+    }  # fmt: skip
+    inputs: dict[str, Any] = {
+        "UNet2DConditionModel": ((latent, step, text), {}),
+        "DiTTransformer2DModel": ((latent,), {"timestep": step, "class_labels": torch.tensor([1])}),
+        "PixArtTransformer2DModel": (
+            (latent,),
+            {"encoder_hidden_states": text, "timestep": step, "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+        ),
+        "SD3Transformer2DModel": (
+            (latent,),
+            {"encoder_hidden_states": text, "pooled_projections": torch.randn(1, 16), "timestep": step},
+        ),
+        "Transformer2DModel": ((torch.randn(1, 32, 4, 4),), {"encoder_hidden_states": text}),
+        "FluxTransformer2DModel": (
+            (torch.randn(1, 16, 8),),
+            {
+                "encoder_hidden_states": text, "pooled_projections": torch.randn(1, 16), "timestep": torch.tensor([0.5]),
+                "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(5, 3),
+            },
+        ),
+    }  # fmt: skip
+    return getattr(diffusers, name)(**sizes[name]).eval(), inputs[name]

@@ -16,7 +16,7 @@ from tests.cli.fake_api import FakeApi
 ARGS = ("model.py", "--out", "d")
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["doctor"], ["check"]])
 def test_help(command: list[str], run: Run, snapshot: SnapshotAssertion) -> None:
     long, short = run(*command, "--help"), run(*command, "-h")
     assert (long.exit_code, long.stderr) == (0, "")
@@ -141,7 +141,9 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False, timeout=60)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["convert", "-h"], ["analyze", "-h"], ["doctor", "-h"], ["m.py"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["--version"], ["convert", "-h"], ["analyze", "-h"], ["doctor", "-h"], ["check", "-h"], ["m.py"]]
+)
 def test_torch_is_not_imported_before_it_is_needed(args: list[str]) -> None:
     done = python(
         "import sys\nfrom te_convert.cli.main import main\n"

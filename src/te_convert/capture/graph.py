@@ -34,6 +34,7 @@ class ModuleCall:
         dtype: dtype of the first tensor argument, or None.
         leaf: the call is one ``call_module`` node of the graph.
         raised: the call ended in an exception.
+        single: the result is one tensor and nothing else.
     """
 
     fqn: str
@@ -47,6 +48,7 @@ class ModuleCall:
     leaf: bool
     output: fx.Node | None = None
     raised: bool = False
+    single: bool = False
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ class Recorder(ProducerMap):
         if result is None:
             return call
         known = node if node is not None else self._known(result)
-        return dataclasses.replace(call, output_shape=tuple(result.shape), output_dtype=result.dtype, output=known)
+        return dataclasses.replace(
+            call, output_shape=tuple(result.shape), output_dtype=result.dtype, output=known, single=result is output
+        )
 
     def autograd_function(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an ``autograd.Function`` as one node (its forward may use anything); checkpoint's own is looked through."""

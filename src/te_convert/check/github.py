@@ -22,14 +22,13 @@ def render_annotations(result: CheckResult) -> list[str]:
         return [render_annotation("error", result.headline, "te-convert: nothing was converted", result.file)]
     failures = result.failures
     shown = failures if len(failures) <= MOST else failures[: MOST - 1]
-    lines = [
-        render_annotation("error", f"{f.figure}; {f.bound}", f"te-convert: {f.kind} {f.name}", result.file) for f in shown
-    ]
+    lines = [render_annotation("error", f.message, f"te-convert: {f.kind} {f.name}", result.file) for f in shown]
     if len(shown) < len(failures):
         hidden = plural(len(failures) - len(shown), "more failure")
         lines.append(render_annotation("error", f"{hidden}; the job summary lists every one", "te-convert", result.file))
     if result.golden is not None and result.golden.changes:
-        lines.append(render_annotation("warning", f"changed since the figures were recorded: {result.golden.changed}", "te-convert"))
+        changed = f"changed since the figures were recorded: {result.golden.changed}"
+        lines.append(render_annotation("warning", changed, "te-convert"))
     return lines
 
 

@@ -28,8 +28,7 @@ def render_junit(result: CheckResult) -> str:
             case = _case(failure.kind, failure.name)
             known[case.get("classname"), case.get("name")] = case
             cases.append(case)
-        message = f"{failure.figure}; {failure.bound}"
-        ET.SubElement(case, "failure", message=message, type=f"te_convert.{failure.kind}").text = str(failure)
+        ET.SubElement(case, "failure", message=failure.message, type=f"te_convert.{failure.kind}").text = str(failure)
     changed = {"changed": result.golden.changed} if result.golden is not None and result.golden.changes else {}
     properties = {
         **{name: value or "none" for name, value in result.versions.items()},

@@ -31,8 +31,13 @@ class Failure:
     figure: str
     bound: str
 
+    @property
+    def message(self) -> str:
+        """Figure and bound."""
+        return f"{self.figure}; bound: {self.bound}"
+
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}: {self.figure}; {self.bound}"
+        return f"{self.kind} {self.name}: {self.message}"
 
     def to_dict(self) -> dict[str, str]:
         """Plain JSON values."""
@@ -191,13 +196,13 @@ def figure_words(figures: Figures, error_ratio: float | None) -> str:
 def _parity_failures(parity: Parity) -> Iterable[Failure]:
     for site in parity.sites:
         if not site.passed:
-            yield Failure("site", format_name(site.fqn), _site_words(site), f"bound {clean(site.bound)}")
+            yield Failure("site", format_name(site.fqn), _site_words(site), clean(site.bound))
     for reverted in parity.reverted:
-        why = f"put back: {clean(reverted.why)}"
-        yield Failure("site", format_name(reverted.fqn), format_figures(reverted.figures), why)
+        figure = f"put back, {format_figures(reverted.figures)}"
+        yield Failure("site", format_name(reverted.fqn), figure, clean(reverted.why))
     for run in parity.scenarios:
         if not run.passed:
-            yield Failure("scenario", scenario_label(run), figure_words(run.figures, run.error_ratio), f"bound {clean(run.bound)}")
+            yield Failure("scenario", scenario_label(run), figure_words(run.figures, run.error_ratio), clean(run.bound))
 
 
 def _site_words(site: SiteParity) -> str:

@@ -143,9 +143,7 @@ def _check_model(
     return replace(found, notes=tuple(dict.fromkeys((*result.report.notes, *result.report.warnings))))
 
 
-def _result(
-    target: str, kind: str, file: str, model_class: str, converted: nn.Module, parity: Parity, start: float
-) -> CheckResult:
+def _result(target: str, kind: str, file: str, model_class: str, converted: nn.Module, parity: Parity, start: float) -> CheckResult:
     environment = describe_environment()
     return CheckResult(
         target=target,

@@ -24,10 +24,14 @@ def render_quiet(result: CheckResult) -> str:
 
 def render_check(result: CheckResult, width: int = 100, color: bool = False) -> str:
     """The check as text of at most ``width`` columns, except for the failures, which stay on one line each."""
-    items: list[RenderableType] = [Text(result.headline, _TONES.get(result.exit_code, "bold yellow"), overflow="fold")]
+    verdict = render_block([Text(result.headline, _TONES.get(result.exit_code, "bold yellow"), overflow="fold")], width, color)
     lines = [*map(str, result.failures), *_changes(result)]
-    items += [Text(line, "red", no_wrap=True, overflow="ignore") for line in lines]
-    for title, table in (("Whole model", scenario_table(result.parity)), ("Sites farthest from equal", worst_sites_table(result.parity))):
+    failures = render_block([Text(line, "red") for line in lines], max(map(len, lines)) + 1, color) if lines else ""
+    items: list[RenderableType] = []
+    for title, table in (
+        ("Whole model", scenario_table(result.parity)),
+        ("Sites farthest from equal", worst_sites_table(result.parity)),
+    ):
         if table.rows:
             items += ["", Text(title, "bold"), Padding(_rich_table(table), (0, 0, 0, 2))]
     better = result.golden.better if result.golden is not None else ()
@@ -35,7 +39,7 @@ def render_check(result: CheckResult, width: int = 100, color: bool = False) -> 
     for title, words in (("Better than recorded", better), ("Notes", result.remarks), ("Versions", versions)):
         if words:
             items += ["", Text(title, "bold"), *(Padding(Text(clean(line), overflow="fold"), (0, 0, 0, 2)) for line in words)]
-    return render_block(items, width, color)
+    return verdict + failures + render_block(items, width, color)
 
 
 def _changes(result: CheckResult) -> Sequence[str]:

@@ -19,6 +19,7 @@ from te_convert.match.norms import probe_norm_site
 from te_convert.match.readers import Readers, find_readers
 from te_convert.match.shared_inputs import find_shared_inputs
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision, Outcome
+from te_convert.plan.pins import excluded
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
 from te_convert.rules.base import BlockRule
@@ -128,7 +129,13 @@ def _new_object(fqn: str, fusion: Fusion, decision: Decision) -> tuple[Reason, .
 
 def _ask_about_blocks(known: _Sites, sites: Sites, result: _Result) -> None:
     """Offer every module to the block rules, outermost first, unless the caller excluded it or a part of it."""
-    unwanted = [site.fqn for site, decision in sites if decision is not None and decision.outcome is Outcome.EXCLUDED]
+    config = known.config
+    unwanted = [
+        site.fqn
+        for site, decision in sites
+        if (decision is not None and decision.outcome is Outcome.EXCLUDED)
+        or (site.parameters and excluded(site, config.include, config.exclude) is not None)
+    ]
     for site, decision in sites:
         prefix = f"{site.fqn}." if site.fqn else ""
         if site.fqn in result.taken or any(map(site.fqn.startswith, result.whole)):

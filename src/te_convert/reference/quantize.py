@@ -197,9 +197,7 @@ def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height)) if filled.numel() else filled.view(0, height, 0, width)
 
 
-def _quantized(
-    x: Tensor, values: Tensor, scale: Tensor, fmt: Format, scale_inv: Tensor, block: tuple[int, int]
-) -> Quantized:
+def _quantized(x: Tensor, values: Tensor, scale: Tensor, fmt: Format, scale_inv: Tensor, block: tuple[int, int]) -> Quantized:
     """Scale, round, and put the blocks together again without what filled them up."""
     rows, columns = x.shape
     data = round_to(values * scale[:, None, :, None], fmt).flatten(2).flatten(0, 1)[:rows, :columns]

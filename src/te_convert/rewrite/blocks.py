@@ -29,7 +29,7 @@ Translate = Callable[[FusedRecord, dict[str, Any]], "TECall | None"]
 
 
 def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TECall | None:
-    """The TE call for a call of the original, or None: other arguments, dropout in training, tracing."""
+    """The TE call for a call of the original, or None: other arguments, dropout in training, tracing, parts changed since."""
     owner: Any = record.role("owner")[0]
     try:
         bound = _signature(cast("Hashable", owner_class(owner))).bind(owner, *args, **kwargs)
@@ -39,7 +39,7 @@ def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str,
     values = dict(list(bound.arguments.items())[1:])
     if not all(can_defer(value) and not value.is_nested for value in values.values() if isinstance(value, Tensor)):
         return None
-    if record.module.training and any(map(_drops, owner.modules())):
+    if (record.module.training and any(map(_drops, owner.modules()))) or not record.intact():
         return None
     return TRANSLATIONS[record.decision.rule](record, values)
 

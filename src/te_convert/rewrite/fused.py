@@ -21,6 +21,8 @@ from te_convert.rewrite.shared import SharedInput, can_share
 
 ROWS = "_te_convert_rows"
 """Where a reader keeps the number of its columns."""
+PARTS = frozenset({"gate", "up", "fc1", "fc2", "inside", "dropout-inside", "part"})
+"""Roles of the modules that do not run when a whole MLP or block does."""
 RECORDS = "_te_convert_records"
 """Where a norm keeps the records of the fusions that read it, and a Linear that of its fusion."""
 
@@ -79,6 +81,25 @@ class FusedRecord:
     def readers(self) -> list[nn.Module]:
         """The Linears that take columns of the output, in their order."""
         return self.role("linear")
+
+    @cached_property
+    def _parts(self) -> list[tuple[list[str], nn.Module]]:
+        """The owner's parts that do not run when the TE module does, with their places in it."""
+        prefix = f"{self.decision.member('owner')}."
+        pairs = zip(self.decision.members, self.members, strict=True)
+        return [(m.fqn.removeprefix(prefix).split("."), module) for m, (role, module) in pairs if role in PARTS]
+
+    def intact(self) -> bool:
+        """False when somebody replaced a part of the owner, or hooked one, after the conversion."""
+        for path, part in self._parts:
+            found: Any = self.module
+            for name in path:
+                found = found._modules.get(name) if found is not None else None
+            if found is not part:
+                return False
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                return False
+        return True
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """The TE module on its input, counted and observed."""

@@ -83,14 +83,14 @@ class Pending:
     """What a lazy tensor stands for: a norm, its input, and what was computed from them so far.
 
     Attributes:
-        stash: fused module's record → versions of its parameters, and the outputs that its readers have not taken yet.
+        stash: fused module's record → under which circumstances it ran, and the outputs that its readers have not taken yet.
     """
 
     __slots__ = ("_mode", "_parameters", "_saving", "_value", "_value_version", "_versions", "norm", "stash", "x")
 
     def __init__(self, norm: Norm, x: Tensor, parameters: tuple[Tensor, ...]) -> None:
         self.norm, self.x = norm, x
-        self.stash: dict[int, tuple[list[int], dict[int, Tensor]]] = {}
+        self.stash: dict[int, tuple[Any, dict[int, Tensor]]] = {}
         self._value: Tensor | None = None
         self._value_version = 0
         self._mode, self._saving = current_mode(x.device.type), saving()
@@ -192,7 +192,8 @@ _METADATA = frozenset(
 
 _EXPOSING = frozenset(
     {
-        Tensor.data.__get__, Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__,
+        Tensor.data.__get__,  # type: ignore[attr-defined]  # torch's stub takes the property for a tensor
+        Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__,
         Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_,
     }
 )  # fmt: skip

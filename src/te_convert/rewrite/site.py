@@ -188,7 +188,7 @@ class MLPSite(Site):
         assert record is not None  # an MLPSite is made by a fusion
         if len(args) == 1 and not kwargs and type(args[0]) is LazyNorm and record.enabled and not self._draws_inside(record):
             pending = args[0].pending
-            x = pending.raw() if pending.norm is record.norm else None
+            x = pending.raw() if pending.norm is record.norm and record.intact() else None
             if x is not None:
                 y = record.run(x)
                 for dropout in record.role("dropout-after"):

@@ -33,6 +33,9 @@ class ExpertsRule(BlockRule):
         site = block.site
         guards = (*BEFORE_PROBES, te_dtype, one_dtype, executed)
         refusals = [found for guard in guards if (found := guard(site)) is not None and not found.is_advice]
+        if site.ties:  # each entry becomes a Parameter of its own, which another holder of the stack would not see
+            name, others = next(iter(site.ties.items()))
+            refusals.append(reason(ReasonCode.PARAMETER_TIED_LAYOUT, f"{name} is also {', '.join(others)}"))
         facts = None if refusals else _recognise(block)
         if isinstance(facts, Reason):
             refusals.append(facts)

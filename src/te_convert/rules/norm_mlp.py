@@ -94,11 +94,13 @@ def _fusion(
     scope = common_scope([norm.fqn, f"{owner.fqn}.x"])
     roles = ("fc1",) if len(first) == 1 else ("gate", "up")
     dropouts = [str(node.target) for node in mlp.region.dropouts(group.modules)]
+    inside_it = dict.fromkeys(str(node.target) for node in mlp.region.nodes if node.op == "call_module")
     members = (
         Member("norm", norm.fqn),
         Member("owner", owner.fqn),
         *(Member(role, linear.fqn) for role, linear in zip(roles, first, strict=True)),
         Member("fc2", last.fqn),
+        *(Member("inside", name) for name in inside_it if name not in dropouts),
         *(Member("dropout-inside", name) for name in dropouts),
         *(Member("dropout-after", name) for name in owner.after),
     )

@@ -17,6 +17,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.match.groups import CONTAINERS, Found, Group, LinearSite, NormSite, inside, joined_ops
 from te_convert.match.mlp import ERF, MLP, find_mlp
 from te_convert.match.proof import first_difference
+from te_convert.match.readers import dropout_p, is_dropout
 from te_convert.match.torch_layers import LAYER_CHILDREN, approximated, block_members, part_obstacles
 from te_convert.match.transformer_blocks import BlockError, Parts, parse_block
 from te_convert.reasons import Reason, ReasonCode, reason
@@ -137,9 +138,20 @@ def _obstacles(block: Block, parts: Parts) -> list[Reason]:
         if len({block.linears[name].flags for name in same}) > 1:
             reasons.append(reason(ReasonCode.BLOCK_FORM, f"{', '.join(same)} differ in requires_grad or layout"))
     active = [n for n, child in block.site.module.named_modules() if isinstance(child, nn.Dropout) and child.p > 0]
+    active += ["a call of dropout"] if _drops_by_function(block) else []
     if active:
         reasons.append(reason(ReasonCode.BLOCK_DROPOUT, f"p > 0 in {', '.join(active)}"))
     return reasons
+
+
+def _drops_by_function(block: Block) -> bool:
+    """A dropout as a function with p > 0 anywhere inside, which parsing looks through; its p can be read nowhere later."""
+    return any(
+        node.op != "call_module" and is_dropout(node, block.modules) and dropout_p(node, block.modules) > 0
+        for recording in block.capture.recordings
+        for node in recording.graph.nodes
+        if block.site.fqn in (node.meta.get("nn_module_stack") or ("",))
+    )
 
 
 def _spec(block: Block, parts: Parts, activation: str, mask: str) -> TransformerLayerSpec:

@@ -275,9 +275,7 @@ def _judge_low(state: _State, expected: Expected, outputs: Outputs, low: torch.d
         )
     ratio, _ = error_ratio(expected.exact, expected.outputs, outputs, low)
     state.row_ratios += row_ratios(expected.exact, expected.outputs, outputs, low)
-    return ScenarioParity(
-        expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, POOLED, passed=True, output=path
-    )
+    return ScenarioParity(expected.scenario.name, dtype, expected.setting.perturb, figures, ratio, POOLED, passed=True, output=path)
 
 
 # ---- which site is it? -----------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ SQNR_DB_APPROXIMATE = 60.0
 4.7e-4 per activation: 84 to 86 dB at a site, 75 to 89 dB after 1 to 32 blocks; a swapped weight or a lost bias is far below."""
 
 GOLDEN_SLACK_DB = 3.0
-"""How much lower than recorded an SQNR may be: twice the noise energy.  Another order of summation (another CPU, number of threads or
-version of torch) changes rounding noise by less; TF32, the widest of the narrower formats, costs 78 dB."""
+"""How much lower than recorded an SQNR may be: twice the noise energy.  Another order of summation (another CPU, number of threads
+or version of torch) changes rounding noise by less; TF32, the widest of the narrower formats, costs 78 dB."""
 
 GOLDEN_ENOUGH_DB = 120.0
 """From here on an SQNR is float32's own rounding (2⁻²⁴ is 144 dB, and noise adds up over layers), so a change means nothing."""

@@ -41,11 +41,11 @@ class Attends(nn.Module):
         return self.attn(x, keys, keys, need_weights=False, **masks)[0]
 
 
-def encoder_layer(**options: Any) -> nn.Module:
+def encoder_layer(**options: Any) -> Any:
     return perturb(nn.TransformerEncoderLayer(WIDTH, HEADS, FFN, **{"dropout": 0.0, "batch_first": True, **options}))
 
 
-def decoder_layer(**options: Any) -> nn.Module:
+def decoder_layer(**options: Any) -> Any:
     return perturb(nn.TransformerDecoderLayer(WIDTH, HEADS, FFN, **{"dropout": 0.0, "batch_first": True, **options}))
 
 
@@ -127,14 +127,13 @@ class Block(nn.Module):
         self.ln_1, self.attn = norm(WIDTH, eps=eps[0]), Attention(**attention)
         self.ln_2, self.mlp = norm(WIDTH, eps=eps[1]), mlp if mlp is not None else MLP()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         if self.order == "pre":
             x = x + self.attn(self.ln_1(x))
             return x + self.mlp(self.ln_2(x))
         if self.order == "post":
             x = self.ln_1(x + self.attn(x))
-            y: Tensor = self.ln_2(x + self.mlp(x))
-            return y
+            return self.ln_2(x + self.mlp(x))
         return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 

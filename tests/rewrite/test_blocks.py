@@ -18,12 +18,12 @@ from te_convert.plan.model import Outcome
 from te_convert.rewrite.fused import FusedRecord, fused_record
 from tests.rewrite.block_samples import (
     MEMORY,
+    MLP,
     WIDTH,
-    X,
     Attends,
     Block,
     GatedMLP,
-    MLP,
+    X,
     assert_close,
     check_everything,
     convert,
@@ -436,7 +436,9 @@ def test_frozen_parameters_stay_frozen() -> None:
     model(X).sum().backward()
     back = te_convert.revert(root)
     assert {name: p.requires_grad for name, p in back.named_parameters()} == flags
-    assert [name for name, p in back.named_parameters() if p.grad is None] == [n for n, p in model.named_parameters() if p.grad is None]
+    assert [name for name, p in back.named_parameters() if p.grad is None] == [
+        n for n, p in model.named_parameters() if p.grad is None
+    ]
 
 
 @pytest.mark.parametrize("inner", ["0.linear1", "0.norm2", "0.self_attn.out_proj", "0"])

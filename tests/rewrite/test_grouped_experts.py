@@ -14,9 +14,9 @@ from te_convert.replacements.experts import GroupedExperts, pad_rows
 from te_convert.rewrite.loans import is_borrower
 from tests.rewrite.block_samples import (
     WIDTH,
-    X,
     Experts,
     MoE,
+    X,
     assert_close,
     assert_same_gradients,
     check_everything,
@@ -88,7 +88,11 @@ ROUTES: dict[str, list[list[int]]] = {
 @pytest.mark.parametrize("name", sorted(ROUTES))
 def test_every_route(name: str, dtype: torch.dtype) -> None:
     experts, grouped = routed(Experts())
-    tokens, weights, index = floats(6, WIDTH), torch.rand(6, 2, generator=torch.Generator().manual_seed(1)), torch.tensor(ROUTES[name])
+    tokens, weights, index = (
+        floats(6, WIDTH),
+        torch.rand(6, 2, generator=torch.Generator().manual_seed(1)),
+        torch.tensor(ROUTES[name]),
+    )
     record = records(grouped)["grouped"]
     executed = record.executed
     assert_close(grouped(tokens, index.to(dtype), weights), experts(tokens, index, weights), 1e-30)
@@ -132,7 +136,7 @@ def test_calls_that_the_grouped_products_do_not_take_run_the_original() -> None:
 
 def test_the_weights_are_views_and_read_as_stacks() -> None:
     model: Any = perturb(MoE(Experts())).eval()
-    own = {name: p for name, p in model.experts.named_parameters()}
+    own = dict(model.experts.named_parameters())
     root: Any = convert(model, (X,), inplace=True).model
     assert is_borrower(root.experts)
     for layer, name in (("fc1", "w_in"), ("fc2", "w_out")):
@@ -149,9 +153,7 @@ def test_frozen_experts_stay_frozen() -> None:
     model.experts.w_in.requires_grad_(False)
     root: Any = convert(model, (X,)).model
     flags = {name: p.requires_grad for name, p in root.named_parameters() if name.startswith("experts")}
-    assert flags == {
-        f"experts.grouped.{layer}.weight{index}": layer == "fc2" for layer in ("fc1", "fc2") for index in range(COUNT)
-    }
+    assert flags == {f"experts.grouped.{layer}.weight{index}": layer == "fc2" for layer in ("fc1", "fc2") for index in range(COUNT)}
     root(X).sum().backward()
     model(X).sum().backward()
     assert_same_gradients(te_convert.revert(root), model)

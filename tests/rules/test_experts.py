@@ -67,8 +67,7 @@ class Ungrouped(Experts):
     """All experts see all tokens."""
 
     def forward(self, tokens: Tensor, *_: Tensor) -> Tensor:
-        out = torch.stack([self.inner(tokens, e) @ self.w_out[e].t() for e in range(self.count)]).sum(0)
-        return out
+        return torch.stack([self.inner(tokens, e) @ self.w_out[e].t() for e in range(self.count)]).sum(0)
 
 
 class OneArgument(nn.Module):
@@ -164,7 +163,7 @@ def test_tied_experts_stay_tied() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = MoE(Experts()), MoE(Experts())
-            self.b.experts.w_in = self.a.experts.w_in  # type: ignore[union-attr,assignment]
+            self.b.experts.w_in = self.a.experts.w_in
 
         def forward(self, x: Tensor) -> Any:
             return self.b(self.a(x))

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from te_convert.plan.model import Outcome, Plan
 from te_convert.replacements.specs import MultiheadAttentionSpec
 from te_convert.weights.ops import Move, Rows, WeightMap
-from tests.rewrite.block_samples import MEMORY, WIDTH, X, Attends, floats
+from tests.rewrite.block_samples import MEMORY, WIDTH, Attends, X, floats
 from tests.rules.rule_cases import Wrapped, codes, plan_of
 
 SIZE = WIDTH
@@ -174,7 +174,11 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], list[str]]] = 
     "hooks inside": (lambda: changed(hooked), (X,), ["module.hooks"]),
     "forward replaced": (lambda: changed(patched), (X,), ["block.form"]),
     "tensor subclass": (lambda: changed(special), (X,), ["block.form"]),
-    "keys and values apart": (lambda: called(lambda a, x, m: a(x, m, m + 1, need_weights=False)), (X, MEMORY), ["attention.mixed-use"]),
+    "keys and values apart": (
+        lambda: called(lambda a, x, m: a(x, m, m + 1, need_weights=False)),
+        (X, MEMORY),
+        ["attention.mixed-use"],
+    ),
     "values alone": (lambda: called(lambda a, x, m: a(x, x, x + 1, need_weights=False)), (X, MEMORY), ["attention.mixed-use"]),
     "weights asked for": (lambda: called(lambda a, x, m: a(x, x, x)), (X, MEMORY), ["attention.weights-asked"]),
 }

@@ -171,7 +171,7 @@ def with_hook(name: str) -> nn.Module:
     return layer
 
 
-def wrapped() -> nn.Module:
+def wrapped() -> Any:
     layer: Any = encoder_layer()
     layer.linear1.weight = nn.Parameter(layer.linear1.weight.detach().as_subclass(Wrapped))
     return layer
@@ -183,7 +183,10 @@ class Doubled(nn.Linear):
 
 MISSES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "dropout": (lambda: encoder_layer(dropout=0.1), ["block.dropout"]),
-    "dropout of the attention": (lambda: changed(self_attn=nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True)), ["block.dropout"]),
+    "dropout of the attention": (
+        lambda: changed(self_attn=nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True)),
+        ["block.dropout"],
+    ),
     "hook on a linear": (lambda: with_hook("linear1"), ["module.hooks"]),
     "hook on the attention": (lambda: with_hook("self_attn"), ["module.hooks"]),
     "hook on the output projection": (lambda: with_hook("self_attn.out_proj"), ["module.hooks"]),
@@ -194,7 +197,10 @@ MISSES: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "another linear": (lambda: changed(linear1=Doubled(WIDTH, FFN)), ["block.form"]),
     "another attention": (lambda: changed(self_attn=NoAttention()), ["block.form"]),
     "attention with its own forward": (lambda: changed(self_attn=OwnAttention(WIDTH, 2, batch_first=True)), ["block.form"]),
-    "zero attention": (lambda: changed(self_attn=nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_zero_attn=True)), ["attention.form"]),
+    "zero attention": (
+        lambda: changed(self_attn=nn.MultiheadAttention(WIDTH, 2, batch_first=True, add_zero_attn=True)),
+        ["attention.form"],
+    ),
     "something for a dropout": (lambda: changed(dropout2=StochasticDepth()), ["block.form"]),
     "another activation": (lambda: encoder_layer(activation=nn.Mish()), ["block.form"]),
     "unknown activation": (lambda: encoder_layer(activation=lambda x: x + 1), ["block.form"]),

@@ -1,4 +1,4 @@
-"""Hand-written blocks: what is proved equal becomes te.TransformerLayer, and a near miss stays in parts, with its reasons or silently."""
+"""Hand-written blocks: what is proved equal becomes te.TransformerLayer; a near miss stays in parts, with its reasons or silently."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ def test_weights_of_each_form() -> None:
     assert Move("ln_1.weight", f"{attention}layer_norm_weight") in ops
     assert Move("ln_2.bias", "layernorm_mlp.layer_norm_bias") in ops
     rows = (WIDTH,) * 3
-    assert Concat(("attn.q.weight", "attn.k.weight", "attn.v.weight"), f"{attention}weight", rows) in fused(Block(split=True)).weights.ops
+    assert (
+        Concat(("attn.q.weight", "attn.k.weight", "attn.v.weight"), f"{attention}weight", rows)
+        in fused(Block(split=True)).weights.ops
+    )
     ops = fused(Block("post")).weights.ops
     assert Move("ln_1.weight", "layernorm_mlp.layer_norm_weight") in ops
     assert Move("ln_2.weight", "layernorm.weight") in ops
@@ -88,13 +91,13 @@ class NanoBlock(Block):
         super().__init__()
         self.drop = nn.Dropout(p)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.drop(self.attn(self.ln_1(x)))
         return x + self.drop(self.mlp(self.ln_2(x)))
 
 
 class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attn(self.ln_1(x))
         x += self.mlp(self.ln_2(x))
         return x
@@ -103,7 +106,7 @@ class InPlace(Block):
 class OtherOrder(Block):
     """The same sums written the other way round."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y = torch.add(self.attn(self.ln_1(x)), x)
         return self.mlp(self.ln_2(y)).add(y)
 
@@ -118,13 +121,13 @@ def test_transformers_and_timms_blocks() -> None:
 class Scaled(Block):
     """The residual branch counts half."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + 0.5 * self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
 
 class Alpha(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = torch.add(x, self.attn(self.ln_1(x)), alpha=2)
         return x + self.mlp(self.ln_2(x))
 
@@ -134,7 +137,7 @@ class LayerScale(Block):
         super().__init__()
         self.gamma = nn.Parameter(torch.full((WIDTH,), 0.1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.gamma * self.attn(self.ln_1(x))
         return x + self.mlp(self.ln_2(x))
 
@@ -157,14 +160,14 @@ class Masked(Block):
     def __init__(self) -> None:
         super().__init__(causal=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         x = x + self.attn(self.ln_1(x), mask)
         return x + self.mlp(self.ln_2(x))
 
 
 class TakesAMask(Block):
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         return super().forward(x) if mask is None else super().forward(x * mask)
 
 
@@ -173,9 +176,14 @@ class GroupedHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, WIDTH)
+        self.q, self.k, self.v, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 8),
+            nn.Linear(WIDTH, 8),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, 2, 8).transpose(1, 2)
         k, v = (part(x).view(batch, length, 1, 8).transpose(1, 2) for part in (self.k, self.v))
@@ -187,7 +195,7 @@ class GroupedHeads(nn.Module):
 class NormedQueries(Attention):
     """A norm on queries and keys, without parameters."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         batch, length, _ = x.shape
         q, k, v = (t.view(batch, length, 2, 8).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, 2))
         y = F.scaled_dot_product_attention(F.normalize(q, dim=-1), k, v, is_causal=True)
@@ -198,7 +206,7 @@ class NormedQueries(Attention):
 class OtherOrderOfHeads(Attention):
     """Rows of the packed matrix by head: (q, k, v) of the first, then of the second."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         batch, length, _ = x.shape
         packed = self.c_attn(x).view(batch, length, 2, 3, 8).permute(3, 0, 2, 1, 4)
         q, k, v = packed.unbind(0)
@@ -210,7 +218,7 @@ class OtherOrderOfHeads(Attention):
 class Swapped(Attention):
     """Values first."""
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         batch, length, _ = x.shape
         v, k, q = (t.view(batch, length, 2, 8).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, 2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -223,7 +231,7 @@ class OneNorm(Block):
         super().__init__("parallel")
         del self.ln_2
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.ln_1(x)
         return x + self.attn(h) + self.mlp(h)
 
@@ -231,13 +239,13 @@ class OneNorm(Block):
 class NormOfInput(Block):
     """The second norm reads the block's input, and its residual is the first sum."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.ln_1(x)
         return h + self.attn(h) + self.mlp(self.ln_2(x))
 
 
 class FunctionalDropout(Block):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + F.dropout(self.attn(self.ln_1(x)), 0.1, self.training)
         return x + self.mlp(self.ln_2(x))
 
@@ -245,13 +253,13 @@ class FunctionalDropout(Block):
 class NoFunctionalDropout(Block):
     """With p = 0, as nanoGPT's configuration for pretraining."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + F.dropout(self.attn(self.ln_1(x)), 0.0, self.training)
         return x + self.mlp(self.ln_2(x))
 
 
 class DroppingMLP(MLP):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         hidden = F.gelu(self.c_fc(x), approximate="tanh")
         out: Tensor = self.c_proj(F.dropout(hidden, p=0.1, training=self.training))
         return out
@@ -260,7 +268,7 @@ class DroppingMLP(MLP):
 class Reads(Block):
     """Something besides the sum reads what is inside."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         y: Tensor = super().forward(x)
         return y * 1.5
 
@@ -277,14 +285,14 @@ def tied() -> nn.Module:
     return block
 
 
-def half_frozen() -> nn.Module:
+def half_frozen() -> Any:
     block: Any = Block(split=True)
     block.attn.k.weight.requires_grad_(False)
     return block
 
 
-def hooked() -> nn.Module:
-    block = Block()
+def hooked() -> Any:
+    block: Any = Block()
     block.mlp.c_fc.register_forward_hook(lambda *_: None)
     return block
 
@@ -302,7 +310,7 @@ def flagged() -> nn.Module:
     return block
 
 
-def patched() -> nn.Module:
+def patched() -> Any:
     block: Any = Block()
     block.mlp.forward = block.mlp.forward
     return block
@@ -375,7 +383,7 @@ def test_one_odd_block_among_equals() -> None:
 
 def test_calls_that_differ() -> None:
     class Either(Block):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return super().forward(x) if x.shape[1] > 2 else x + self.attn(self.ln_1(x))
 
     found = plan_of(nn.Sequential(perturb(Either())).eval(), [(X,), (X[:, :2],)])
@@ -386,7 +394,7 @@ def test_a_dependence_on_the_length_is_seen() -> None:
     class Short(Attention):
         """Causal for long inputs only; the proof's second input has half the length."""
 
-        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
             self.causal = x.shape[1] > 4
             return super().forward(x, mask)
 

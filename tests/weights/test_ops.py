@@ -14,7 +14,9 @@ from te_convert.weights.ops import (
     Concat,
     Fill,
     Move,
+    Rows,
     SwapHalves,
+    Take,
     Transpose,
     WeightMap,
     WeightOp,
@@ -216,3 +218,92 @@ def test_a_map_of_fused_operations_and_its_inverse_give_the_same_bits(
         assert back[name].is_contiguous()
     assert not weights.keeps_layout
     assert weight_map_from_dict(json.loads(json.dumps(weight_map_to_dict(weights)))) == weights
+
+
+# ---- one source in several destinations ------------------------------------------------------------------------------
+def stack_of(count: int, source: str = "stack") -> WeightMap:
+    return WeightMap(tuple(Take(source, f"part{index}", index, count) for index in range(count)))
+
+
+def blocks_of(sizes: list[int], source: str = "packed") -> WeightMap:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    ops = [Rows(source, f"block{i}", start, size, sum(sizes)) for i, (start, size) in enumerate(zip(starts, sizes, strict=True))]
+    return WeightMap(tuple(ops))
+
+
+@st.composite
+def divided(draw: st.DrawFn) -> tuple[WeightMap, torch.Tensor]:
+    """A tensor in entries or in blocks of rows."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    tail = tuple(draw(st.lists(st.integers(1, 3), max_size=2)))
+    stacked = draw(st.booleans())
+    count = len(sizes) if stacked else sum(sizes)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
+    tensor = torch.randn((count, *tail), generator=generator).to(draw(st.sampled_from(DTYPES)))
+    return (stack_of(count, "source") if stacked else blocks_of(sizes, "source")), tensor
+
+
+@given(divided())
+@settings(deadline=None, max_examples=60)
+def test_take_and_rows_are_views_that_join_to_the_same_bits(case: tuple[WeightMap, torch.Tensor]) -> None:
+    weights, tensor = case
+    parts = weights.to_te({"source": tensor})
+    assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts.values())
+    assert sum(part.numel() for part in parts.values()) == tensor.numel()
+    back = weights.to_original(parts)
+    assert list(back) == list(weights.sources) == ["source"]
+    assert back["source"].dtype is tensor.dtype
+    assert torch.equal(back["source"], tensor)
+    assert weight_map_from_dict(json.loads(json.dumps(weight_map_to_dict(weights)))) == weights
+
+
+def test_take_and_rows_name_their_part() -> None:
+    tensor = torch.arange(12.0).reshape(3, 4)
+    assert torch.equal(Take("a", "x", 1, 3).forward([tensor]), tensor[1])
+    assert torch.equal(Rows("a", "x", 1, 2, 3).forward([tensor]), tensor[1:])
+    assert Take("a", "x", 1, 3).sources == Rows("a", "x", 1, 2, 3).sources == ("a",)
+    part = tensor[1]
+    assert Take("a", "x", 1, 3).part(part, 0) is Rows("a", "x", 0, 1, 3).part(part, 0) is part
+
+
+def test_changes_in_a_part_reach_the_source() -> None:
+    tensor = torch.zeros(3, 2)
+    for part in stack_of(3).to_te({"stack": tensor}).values():
+        part.add_(1)
+    for part in blocks_of([1, 2]).to_te({"packed": tensor}).values():
+        part.add_(1)
+    assert torch.equal(tensor, torch.full((3, 2), 2.0))
+
+
+def test_restore_is_in_the_order_of_the_operations_and_knows_its_sources() -> None:
+    weights = WeightMap((*stack_of(2).ops, Move("other", "kept"), *blocks_of([2, 1]).ops))
+    assert weights.sources == ("stack", "other", "packed")
+    assert [op.dest for op in weights.using("packed")] == ["block0", "block1"]
+    held = {"part0": torch.zeros(2), "part1": torch.ones(2), "block0": torch.zeros(2, 1), "block1": torch.ones(1, 1)}
+    assert torch.equal(weights.restore("stack", held.__getitem__), torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    assert torch.equal(weights.restore("packed", held.__getitem__), torch.tensor([[0.0], [0.0], [1.0]]))
+    assert weights.using("nothing") == ()
+    with pytest.raises(KeyError, match="nothing"):
+        weights.restore("nothing", held.__getitem__)
+    assert not weights.keeps_layout
+
+
+@pytest.mark.parametrize("op", [Take("a", "x", 0, 3), Rows("a", "x", 0, 1, 3)])
+def test_a_source_of_another_size_is_refused(op: Take | Rows) -> None:
+    with pytest.raises(ValueError, match=r"a has 4 (entries|rows), planned were 3"):
+        op.forward([torch.zeros(4, 2)])
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (Take("a", "x", 0, 2), Take("a", "y", 0, 2)),
+        (Rows("a", "x", 0, 1, 2), Rows("a", "y", 0, 2, 2)),
+        (Take("a", "x", 0, 2), Take("a", "x", 1, 2)),
+        (Move("a", "x"), Take("a", "y", 0, 2)),
+    ],
+    ids=["entry twice", "rows twice", "destination twice", "whole and entry"],
+)
+def test_a_part_used_twice_is_refused(ops: tuple[WeightOp, ...]) -> None:
+    with pytest.raises(ValueError, match="uses a tensor twice"):
+        WeightMap(ops)

@@ -75,6 +75,7 @@ class Recording:
             program for other inputs.
         constants: small tensors of unknown origin that the graph reads by ``get_attr``.
         attention: calls of Transformers' attention functions, in their order.
+        restructures: the run put other modules into the model (BigBird does at its first short input).
     """
 
     scenario: Scenario
@@ -84,6 +85,7 @@ class Recording:
     value_reads: int
     constants: dict[str, torch.Tensor] = field(default_factory=dict, compare=False)
     unknown_tensors: int = 0
+    restructures: bool = False
     attention: tuple[AttentionCall, ...] = ()
 
     def call_counts(self) -> Counter[str]:

@@ -29,7 +29,9 @@ def record(model: nn.Module, scenario: Scenario, leaf: LeafPolicy) -> Recording:
     with preserve_model(model), switch:
         seed_all(SEED)
         if not is_meta(model):
-            return ConcreteTracer(leaf).record(model, scenario)
+            before = [id(module) for module in model.modules()]
+            recording = ConcreteTracer(leaf).record(model, scenario)
+            return replace(recording, restructures=[id(module) for module in model.modules()] != before)
         leaves = {id(module) for module in model.modules() if leaf(module)}  # probes need real numbers
         with fake_weights(model) as fake:
             args, kwargs = without_meta((scenario.args, scenario.kwargs))

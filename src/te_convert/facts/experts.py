@@ -95,8 +95,8 @@ def _probe(module: nn.Module, fc1: str, fc2: str, top_k: int) -> str | NotExpert
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return NotExperts("its result does not have the shape of the tokens")
     for name, expected in _candidates(x, index, weights, stacked[fc1], stacked[fc2]):
-        error, size = (expected - y.double()).abs().amax(-1), expected.abs().amax(-1)
-        if bool((error <= _TOLERANCE * size).all()):
+        difference, size = (expected - y.double()).abs().amax(-1), expected.abs().amax(-1)
+        if bool((difference <= _TOLERANCE * size).all()):
             return name
     return ""
 

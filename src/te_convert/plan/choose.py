@@ -25,6 +25,7 @@ from te_convert.rules.base import AnyRule, Proposal
 from te_convert.rules.registry import load_rules
 
 _MAX_SHAPES = 8
+_RESTRUCTURES = "the model puts other modules into itself when it runs, so nothing was fused: a fused module could be lost"
 
 
 def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: Sequence[str] = ()) -> Plan:
@@ -32,6 +33,8 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
     rules = load_rules()
     flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
     candidates = find_candidates(model, capture, config.alignment)
+    if config.fuse and any(recording.restructures for recording in capture.recordings):
+        config, notes = replace(config, fuse=False), (*notes, _RESTRUCTURES)
     attention, attention_fusions = attention_decisions(model, capture, candidates, config)
     sites = []
     for index, site in enumerate(candidates):

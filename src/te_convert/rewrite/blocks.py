@@ -47,7 +47,7 @@ def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str,
 def _drops(module: nn.Module) -> bool:
     """A dropout that is active in training, also one that was switched on after the conversion."""
     if isinstance(module, nn.MultiheadAttention):
-        return module.dropout > 0
+        return bool(module.dropout > 0)
     return isinstance(module, nn.Dropout) and module.p > 0
 
 
@@ -72,7 +72,7 @@ def _multi_head_attention(record: FusedRecord, values: dict[str, Any]) -> TECall
     if is_self != (query is key):
         return None
     sizes = _sizes(query, key, owner)
-    masking = sizes and _masking(values["attn_mask"], values["key_padding_mask"], values["is_causal"], sizes)
+    masking = None if sizes is None else _masking(values["attn_mask"], values["key_padding_mask"], values["is_causal"], sizes)
     if masking is None:
         return None
     mask, kind = masking
@@ -87,7 +87,7 @@ def _encoder_layer(record: FusedRecord, values: dict[str, Any]) -> TECall | None
     if x.dim() != 3:
         return None
     sizes = _sizes(x, x, attention)
-    masking = sizes and _masking(values["src_mask"], values["src_key_padding_mask"], values["is_causal"], sizes)
+    masking = None if sizes is None else _masking(values["src_mask"], values["src_key_padding_mask"], values["is_causal"], sizes)
     return None if masking is None else TECall((x,), {"attention_mask": masking[0], "self_attn_mask_type": masking[1]})
 
 
@@ -98,8 +98,12 @@ def _decoder_layer(record: FusedRecord, values: dict[str, Any]) -> TECall | None
     if x.dim() != 3 or memory.dim() != 3:
         return None
     sizes, cross = _sizes(x, x, attention), _sizes(x, memory, attention)
-    own = sizes and _masking(values["tgt_mask"], values["tgt_key_padding_mask"], values["tgt_is_causal"], sizes)
-    other = cross and _masking(values["memory_mask"], values["memory_key_padding_mask"], values["memory_is_causal"], cross)
+    own = None if sizes is None else _masking(values["tgt_mask"], values["tgt_key_padding_mask"], values["tgt_is_causal"], sizes)
+    other = (
+        None
+        if cross is None
+        else _masking(values["memory_mask"], values["memory_key_padding_mask"], values["memory_is_causal"], cross)
+    )
     if own is None or other is None:
         return None
     return TECall(

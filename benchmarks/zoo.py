@@ -85,7 +85,7 @@ def count(report: Any) -> Row:
     linears = [s for s in report.sites if s.kind in ("Linear", "Conv1D") and s.calls]
     norms = [s for s in report.sites if s.kind in ("LayerNorm", "RMSNorm") and s.calls and str(s.outcome) != "REFUSED"]
     fusable = [s for s in norms if str(s.outcome) == "FUSED" or _NOT_FUSED & {r.code for r in s.reasons}]
-    attention = [s for s in report.sites if s.kind == "Attention" or s.class_name == "MultiheadAttention"]
+    attention = [s for s in report.sites if s.calls and (s.kind == "Attention" or s.class_name == "MultiheadAttention")]
     eager = [s for s in attention if "attention.eager-region" in {r.code for r in s.reasons}]
     attention = [s for s in attention if s not in eager]
     done = ("CONVERTED", "FUSED")

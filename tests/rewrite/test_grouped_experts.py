@@ -226,7 +226,8 @@ def test_a_whole_language_model(tmp_path: Path) -> None:
     (name,) = (name for name in records(result.model) if name.endswith(".grouped"))
     assert result.report.parity.executed[name] > 0
     assert_close(result.model(tokens).logits, model(tokens).logits)
-    result.model.save_pretrained(tmp_path / "saved")
+    root: Any = result.model
+    root.save_pretrained(tmp_path / "saved")
     loaded = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "saved").eval()
     assert_close(loaded(tokens).logits, model(tokens).logits)
     out = te_convert.save(result, tmp_path / "out")

@@ -146,26 +146,26 @@ def subclass(cls: type[nn.Module]) -> nn.Module:
     return cls(WIDTH, HEADS, FFN, dropout=0.0, batch_first=True)
 
 
-def changed(**parts: nn.Module) -> nn.Module:
+def changed(**parts: nn.Module) -> Any:
     layer = encoder_layer()
     for name, part in parts.items():
         setattr(layer, name, part)
     return layer
 
 
-def with_buffer() -> nn.Module:
+def with_buffer() -> Any:
     layer = encoder_layer()
     layer.register_buffer("seen", torch.zeros(1))
     return layer
 
 
-def with_parameter() -> nn.Module:
+def with_parameter() -> Any:
     layer = encoder_layer()
     layer.gain = nn.Parameter(torch.ones(2))
     return layer
 
 
-def with_hook(name: str) -> nn.Module:
+def with_hook(name: str) -> Any:
     layer = encoder_layer()
     layer.get_submodule(name).register_forward_pre_hook(lambda *_: None)
     return layer

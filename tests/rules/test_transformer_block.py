@@ -1,4 +1,4 @@
-"""Hand-written blocks: what is proved equal becomes te.TransformerLayer; a near miss stays in parts, with its reasons or silently."""
+"""Hand-written blocks: what is proved equal becomes te.TransformerLayer; a near miss stays in parts, silently or with reasons."""
 
 from __future__ import annotations
 

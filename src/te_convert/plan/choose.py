@@ -17,7 +17,7 @@ from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.match.fusion import Fusion
 from te_convert.plan.attentions import attention_decisions, settle_attention
 from te_convert.plan.eager_attention import eager_decisions
-from te_convert.plan.fusions import existing_fusions, fuse_decisions
+from te_convert.plan.fusions import existing_fusions, fuse_decisions, te_internals
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
 from te_convert.reasons import Reason, ReasonCode, reason
@@ -37,7 +37,10 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         config, notes = replace(config, fuse=False), (*notes, _RESTRUCTURES)
     attention, attention_fusions = attention_decisions(model, capture, candidates, config)
     sites = []
+    internals = te_internals(model)
     for index, site in enumerate(candidates):
+        if id(site.module) in internals:
+            continue
         decision = attention.get(site.fqn) or _decide(site, rules, config, flops.get(site.fqn, 0))
         sites.append((site, decision))
         config.report_progress("plan", index + 1, len(candidates))

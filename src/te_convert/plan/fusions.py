@@ -263,6 +263,20 @@ def _ask(group: Group, result: _Result) -> None:
             break
 
 
+def te_internals(model: nn.Module) -> set[int]:
+    """ids of the modules inside fused TE modules, which are TE's own business (an owner's former children are not)."""
+    found: set[int] = set()
+    for module in model.modules():
+        record = module.__dict__.get(SITE_ATTRIBUTE)
+        if record is None or not isinstance(record.decision, Fusion):
+            continue
+        names = record.own_children if record.decision.member("owner") is not None else tuple(module._modules)
+        for name in names:
+            child = module._modules.get(name)
+            found |= set() if child is None else set(map(id, child.modules()))
+    return found
+
+
 def existing_fusions(model: nn.Module) -> dict[str, Fusion]:
     """The fusions of an earlier conversion by their name then, with the names that their modules have now."""
     names = {id(module): name for name, module in model.named_modules()}

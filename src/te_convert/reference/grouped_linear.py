@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_convert.reference.emulation import linear
 from te_convert.reference.module import TwinModule
 from te_convert.reference.precision import activation_input, empty_weight
 from te_convert.reference.unsupported import require
@@ -65,7 +65,7 @@ class GroupedLinear(TwinModule):
         biases: list[Tensor | None] = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
         applied = [None] * self.num_gemms if self.return_bias else biases
         groups = zip(values.split(sizes), weights, applied, strict=True)
-        out = torch.cat([F.linear(rows, weight, bias) for rows, weight, bias in groups])
+        out = torch.cat([linear(self, *group, str(index)) for index, group in enumerate(groups)])
         out = out.reshape(*inp.shape[:-1], self.out_features)
         if self.return_bias:
             return out, [bias.to(out.dtype) for bias in biases if bias is not None]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from te_convert.reference.activations import activate, check_activation, is_gated
+from te_convert.reference.emulation import linear
 from te_convert.reference.module import TwinModule
 from te_convert.reference.precision import activation_input, add_norm_parameters, empty_weight, normalize
 
@@ -89,8 +89,9 @@ class LayerNormMLP(TwinModule):
             normalization=self.normalization,
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        hidden = activate(self.activation, F.linear(normed, self.fc1_weight, self.fc1_bias), self.activation_params)
-        out = F.linear(hidden, self.fc2_weight, None if self.return_bias else self.fc2_bias)
+        inner = linear(self, normed, self.fc1_weight, self.fc1_bias, "fc1")
+        hidden = activate(self.activation, inner, self.activation_params)
+        out = linear(self, hidden, self.fc2_weight, None if self.return_bias else self.fc2_bias, "fc2")
         outputs: tuple[Tensor | None, ...] = (out,)
         if self.return_bias:
             outputs += (None if self.fc2_bias is None else self.fc2_bias.to(out.dtype),)

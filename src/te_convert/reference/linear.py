@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from te_convert.reference.emulation import linear
 from te_convert.reference.module import TwinModule
 
 
@@ -46,7 +46,7 @@ class Linear(TwinModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """Input [..., in_features] → output [..., out_features]."""
-        return F.linear(inp, self.weight, self.bias)
+        return linear(self, inp, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         """Constructor facts for printing."""

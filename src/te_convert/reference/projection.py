@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from te_convert.reference.emulation import linear
 from te_convert.reference.module import TwinModule
 from te_convert.reference.precision import activation_input, empty_weight
 from te_convert.reference.unsupported import require
@@ -70,8 +70,8 @@ class SplitWeights(TwinModule):
         """[..., in_features] → [..., out_features] and the bias [out_features] that was left out, if ``return_bias``."""
         bias = self._joined(self.bias_names) if self.use_bias else None
         if not self.return_bias:
-            return F.linear(inp, self._joined(self.weight_names), bias), None
-        return F.linear(inp, self._joined(self.weight_names)), None if bias is None else bias.to(inp.dtype)
+            return linear(self, inp, self._joined(self.weight_names), bias), None
+        return linear(self, inp, self._joined(self.weight_names), None), None if bias is None else bias.to(inp.dtype)
 
     def extra_repr(self) -> str:
         """Constructor facts for printing."""

@@ -29,6 +29,9 @@ class Format:
     largest: float
     dtype: torch.dtype | None = None
 
+    def __str__(self) -> str:
+        return self.name
+
 
 E4M3 = Format("E4M3", 3, -6, 448.0, torch.float8_e4m3fn)
 E5M2 = Format("E5M2", 2, -14, 57344.0, torch.float8_e5m2)
@@ -185,8 +188,9 @@ def hadamard(x: Tensor) -> Tensor:
     signs = torch.tensor([1.0, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
     matrix = (signs[:, None] * matrix * NVFP4_BLOCK**-0.5).to(x.device)
     rows, columns = x.shape
-    filled = F.pad(x.to(torch.float32), (0, -columns % NVFP4_BLOCK))
-    return (filled.view(-1, NVFP4_BLOCK) @ matrix).view(rows, filled.shape[1])
+    filled: Tensor = F.pad(x.to(torch.float32), (0, -columns % NVFP4_BLOCK))
+    transformed: Tensor = filled.reshape(-1, NVFP4_BLOCK) @ matrix
+    return transformed.view(rows, -1)
 
 
 def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
@@ -194,7 +198,8 @@ def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     rows, columns = x.shape
     height, width = block
     filled = F.pad(x, (0, -columns % width, 0, -rows % height)) if rows % height or columns % width else x
-    return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height)) if filled.numel() else filled.view(0, height, 0, width)
+    blocks: Tensor = filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
+    return blocks
 
 
 def _quantized(x: Tensor, values: Tensor, scale: Tensor, fmt: Format, scale_inv: Tensor, block: tuple[int, int]) -> Quantized:

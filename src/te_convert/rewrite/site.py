@@ -16,6 +16,8 @@ from torch import nn
 
 from te_convert.match.groups import inside
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
+from te_convert.reference.emulation import active as emulated
+from te_convert.reference.emulation import high_precision
 from te_convert.replacements.build import module_class
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
@@ -87,10 +89,12 @@ class TEState(Portable):
     """Mixin in front of a TE module or a twin: the manners of its state dict, and the precision that the plan gives it."""
 
     def _precision(self) -> Any:
-        """Leave the recipe's autocast where the plan says that the recipe cannot be used (real TE only)."""
+        """Leave the recipe's autocast, or on twins its emulation, where the plan says that the recipe is not used."""
         record = get_record(self)
-        if record.backend != "te" or record.decision.precision != "high":
+        if record.decision.precision != "high":
             return nullcontext()
+        if record.backend != "te":
+            return high_precision()
         import transformer_engine.pytorch as te
 
         return te.autocast(enabled=False) if hasattr(te, "autocast") else te.fp8_autocast(enabled=False)
@@ -140,7 +144,7 @@ class Site(TEState):
     def te_forward(self, x: torch.Tensor) -> torch.Tensor:
         """TE's own forward, in the precision of the plan."""
         y: torch.Tensor
-        if self.__dict__[SITE_ATTRIBUTE].backend == "reference":
+        if emulated() is None and self.__dict__[SITE_ATTRIBUTE].backend == "reference":
             y = super().forward(x)
             return y
         with self._precision():

@@ -84,8 +84,10 @@ def _kind(block: Block) -> str | Reason:
         if len(nodes) < 3 or nodes[1] is None or nodes[1] is not nodes[2]:
             return reason(ReasonCode.ATTENTION_MIXED, "keys and values come from different tensors")
         kinds.add("self" if nodes[0] is nodes[1] else "cross")
-    if len(kinds) != 1:
-        return reason(ReasonCode.ATTENTION_MIXED, "called as self-attention and as cross-attention" if kinds else "it never ran")
+    if not kinds:
+        return reason(ReasonCode.ATTENTION_MIXED, "no recorded run called it")
+    if len(kinds) > 1:
+        return reason(ReasonCode.ATTENTION_MIXED, "called as self-attention and as cross-attention")
     return kinds.pop()
 
 

@@ -48,6 +48,7 @@ class ReasonCode(str, Enum):
     INTERNAL_ERROR = "internal.error"
     ALIGNMENT_FEATURES = "alignment.features"
     ALIGNMENT_ROWS = "alignment.rows"
+    RECIPE_LOW_SQNR = "recipe.low-sqnr"
     CAPTURE_NO_GRAPH = "capture.no-graph"
     PARAMETER_NEW_OBJECT = "parameter.new-object"
     NORM_ROUNDING = "norm.rounding"
@@ -192,6 +193,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "The recipe needs an aligned number of rows (tokens) and a recorded call had another.",
         "pad the batch or the sequence to the multiple named",
+    ),
+    ReasonCode.RECIPE_LOW_SQNR: ReasonInfo(
+        _A,
+        "Emulated on the example inputs, the recipe costs too much accuracy here, so this site stays in high precision.",
+        "pass min_sqnr= (--min-sqnr) to accept more noise or less; take another recipe",
     ),
     ReasonCode.CAPTURE_NO_GRAPH: ReasonInfo(
         _A,

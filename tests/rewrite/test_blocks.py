@@ -547,3 +547,13 @@ def test_a_copy_counts_from_zero_and_has_its_own_parts() -> None:
     owner: Any = record.role("owner")[0]
     assert owner.norm1 is other[0].norm1
     assert owner.norm1 is not root[0].norm1
+
+
+def test_under_autocast_a_layer_keeps_its_residual_stream() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    converted = te_convert.convert(layer, (x,)).model
+    with torch.autocast("cpu", torch.bfloat16):  # with gradients, so that the original does not take torch's fast path
+        one, other = layer(x), converted(x)
+    assert one.dtype is other.dtype
+    assert torch.equal(one, other)

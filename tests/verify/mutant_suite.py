@@ -344,14 +344,17 @@ def gate(applied: Applied, reference: Reference) -> Parity:
         return verify_applied(applied, reference)
 
 
-def outcomes(subject: Subject, names: list[str]) -> Iterator[Outcome]:
-    """Every kind in every TE module of the architecture that takes it."""
+def outcomes(subject: Subject, names: list[str], everywhere: bool = False) -> Iterator[Outcome]:
+    """Every kind in one TE module of the architecture that takes it, chosen by name, or in each."""
     modules = module_names(subject.convert())
     for name in names:
-        for module in modules:
+        start = zlib.crc32(f"{subject.name} {name}".encode()) % len(modules)
+        for module in (*modules[start:], *modules[:start]):
             outcome = try_mutant(subject, KINDS[name], module)
             if outcome is not None:
                 yield outcome
+                if not everywhere:
+                    break
 
 
 def false_alarms(subject: Subject) -> list[str]:

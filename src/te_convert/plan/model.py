@@ -211,6 +211,26 @@ class Plan:
         changed = {id(site): _leave_fusion(site, rest, why) for site in sites}
         return replace(self, decisions=tuple(changed.get(id(d), d) for d in self.decisions), fusions=rest)
 
+    def keep_high(self, fqn: str, why: Reason) -> Plan:
+        """A copy in which a converted site, or a fusion with all its members, stays in high precision, and says why.
+
+        A norm of a fusion says nothing: it always computes in float32.
+
+        Raises:
+            KeyError: no such site or fusion.
+        """
+        fusion = next((fusion for fusion in self.fusions if fusion.fqn == fqn), None)
+        norms = {member.fqn for member in fusion.members if member.role == "norm"} if fusion is not None else set()
+        sites = [d for d in self.decisions if d.fused_into == fqn] if fusion is not None else [self.get(fqn)]
+        changed = {
+            id(d): replace(d, precision="high", reasons=d.reasons if d.fqn in norms else (*d.reasons, why)) for d in sites
+        }
+        return replace(
+            self,
+            decisions=tuple(changed.get(id(d), d) for d in self.decisions),
+            fusions=tuple(replace(f, precision="high") if f is fusion else f for f in self.fusions),
+        )
+
     def _place(self, fqn: str) -> str | None:
         """Name of the fusion that ``fqn`` is, or is part of."""
         if any(fusion.fqn == fqn for fusion in self.fusions):

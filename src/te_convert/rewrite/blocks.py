@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from te_convert.replacements.specs import TransformerLayerSpec
 from te_convert.rewrite.fused import FusedRecord
 from te_convert.rewrite.lazy import can_defer
 
@@ -41,7 +42,18 @@ def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str,
         return None
     if (record.module.training and any(map(_drops, owner.modules()))) or not record.intact():
         return None
+    if isinstance(record.decision.spec, TransformerLayerSpec) and _would_round_residuals(values.values()):
+        return None
     return TRANSLATIONS[record.decision.rule](record, values)
+
+
+def _would_round_residuals(values: Iterable[Any]) -> bool:
+    """Under autocast te.TransformerLayer has its residual stream in the low precision, where the original keeps its input's."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    return any(
+        torch.is_autocast_enabled(tensor.device.type) and tensor.dtype is not torch.get_autocast_dtype(tensor.device.type)
+        for tensor in tensors[:1]
+    )
 
 
 def _drops(module: nn.Module) -> bool:

@@ -26,14 +26,14 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; what is not finite becomes a string."""
         return {
-            "sqnr_db": _json_number(self.sqnr_db),
-            "max_rel": _json_number(self.max_rel),
+            "sqnr_db": json_number(self.sqnr_db),
+            "max_rel": json_number(self.max_rel),
             "bit_equal": self.bit_equal,
             "numel": self.numel,
         }
 
 
-def _json_number(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
     """JSON has no inf and no NaN: they become the strings "inf", "-inf" and "nan"."""
     return value if value is None or math.isfinite(value) else str(value)
 
@@ -69,7 +69,7 @@ class ScenarioParity:
             "dtype": self.dtype,
             "perturbed": self.perturbed,
             **self.figures.to_dict(),
-            "error_ratio": _json_number(self.error_ratio),
+            "error_ratio": json_number(self.error_ratio),
             "bound": self.bound,
             "passed": self.passed,
             "output": self.output,
@@ -95,7 +95,7 @@ class SiteParity:
             "fqn": self.fqn,
             "dtype": self.dtype,
             **self.figures.to_dict(),
-            "error_ratio": _json_number(self.error_ratio),
+            "error_ratio": json_number(self.error_ratio),
             "calls": self.calls,
             "bound": self.bound,
             "passed": self.passed,

@@ -43,6 +43,13 @@ SQNR_DB_APPROXIMATE = 60.0
 """A site, or a model with one, that computes a tanh GELU for an erf GELU because the caller allowed it.  The two differ by at most
 4.7e-4 per activation: 84 to 86 dB at a site, 75 to 89 dB after 1 to 32 blocks; a swapped weight or a lost bias is far below."""
 
+SQNR_DB_RECIPE, SQNR_DB_RECIPE_SITE = 20.0, 18.0
+"""A model and one Linear in an emulated FP8 recipe, against high precision: what torchao's tests ask of its own E4M3 layers, in
+inference and in training (test/prototype/mx_formats/test_mx_linear.py)."""
+
+SQNR_DB_FP4, SQNR_DB_FP4_SITE = 11.0, 8.0
+"""The same for 4 bits, from the same file; rounding both operands to E2M1 leaves about 17 dB, so no Linear would hold 18."""
+
 GOLDEN_SLACK_DB = 3.0
 """How much lower than recorded an SQNR may be: twice the noise energy.  Another order of summation (another CPU, number of threads
 or version of torch) changes rounding noise by less; TF32, the widest of the narrower formats, costs 78 dB."""
@@ -115,3 +122,10 @@ def judge_ratio(ratio: float, numel: int) -> Verdict:
 def rounding_floor(dtype: torch.dtype) -> float:
     """rms relative error of rounding an exact result once: unit roundoff / sqrt(3) (uniform error within half an ulp)."""
     return torch.finfo(dtype).eps / 2 / math.sqrt(3)
+
+
+def recipe_bounds(recipe: str, min_sqnr: float | None) -> tuple[float, float]:
+    """Least SQNR in dB of a model and of each of its sites in a recipe; a caller's bound for the model moves both."""
+    model, site = (SQNR_DB_FP4, SQNR_DB_FP4_SITE) if recipe == "nvfp4" else (SQNR_DB_RECIPE, SQNR_DB_RECIPE_SITE)
+    moved = 0.0 if min_sqnr is None else min_sqnr - model
+    return model + moved, site + moved

@@ -74,6 +74,7 @@ fix: setup ## format the code and repair what ruff can
 
 golden: setup ## rewrite the snapshots; read the diff before you commit it
 	$(PYTEST) -p no:randomly --snapshot-update
+	@$(TEST_ENV) $(BIN)/te-convert check examples/ci/model.py -q --golden examples/ci/golden.json --update-golden
 
 docs: setup ## rewrite the generated pages (docs/reasons.md)
 	$(BIN)/python scripts/gen_docs.py

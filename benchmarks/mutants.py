@@ -52,7 +52,9 @@ def main() -> None:
         subject, began = prepare(name), time.perf_counter()
         alarms[name] = false_alarms(subject)
         found += outcomes(subject, kinds, args.everywhere)
-        print(f"{name}: {sum(o.architecture == name for o in found)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        print(
+            f"{name}: {sum(o.architecture == name for o in found)} mutants in {time.perf_counter() - began:.0f} s", file=sys.stderr
+        )
     if not args.no_zoo:
         alarms |= dict(zoo_alarms())
     print_table(kinds, found)
@@ -102,7 +104,10 @@ def print_totals(found: list[Outcome], alarms: dict[str, list[str]], seconds: fl
     real = [o for o in found if o.change]
     caught = sum(o.caught for o in real)
     idle = [kind for kind in KINDS if kind in {o.kind for o in found} and not any(o.kind == kind for o in real)]
-    print(f"\n{len({o.kind for o in found})} kinds in {len({o.architecture for o in found})} architectures: {len(found)} planted, ", end="")
+    print(
+        f"\n{len({o.kind for o in found})} kinds in {len({o.architecture for o in found})} architectures: {len(found)} planted, ",
+        end="",
+    )
     print(f"{len(found) - len(real)} equivalent, {caught} of {len(real)} caught ({caught / max(len(real), 1):.1%})")
     if idle:
         print(f"never more than equivalent: {', '.join(idle)}")

@@ -105,6 +105,7 @@ def convert(
     allow: str | Sequence[str] = (),
     verify: bool = True,
     strict: bool = False,
+    min_sqnr: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Replace what Transformer Engine has an equivalent for, prove that the numbers are the same, and report every site.
@@ -113,7 +114,8 @@ def convert(
         model: any ``nn.Module`` with real weights, also a root ``nn.Linear``.
         example_inputs: a tensor, tuple of args, dict of kwargs, ``(args, kwargs)``, a list of those (several scenarios), or None
             to use the model's own or derived ones.
-        recipe: None or "bf16" for high precision; an FP8 or FP4 recipe is recorded in the plan for :func:`autocast`.
+        recipe: None or "bf16" for high precision; an FP8 or FP4 recipe is recorded in the plan for :func:`autocast`.  On twins
+            it is emulated, and sites that it would cost too much accuracy are planned to stay in high precision.
         backend: "te" for Transformer Engine's modules, "reference" for the pure-PyTorch twins, "auto" for TE where it can run.
         fuse: let several modules become one TE module (te.LayerNormLinear, te.LayerNormMLP, te.DotProductAttention, ...).
         include: FQN globs; only matching sites are converted when given.
@@ -122,6 +124,8 @@ def convert(
         allow: named approximations that may be used.
         verify: compare with the original and put failing sites back.
         strict: raise instead of returning a result that is not fully verified.
+        min_sqnr: least SQNR in dB of the model in the emulated recipe; 20 for FP8 and 11 for NVFP4 when None.  The bound of
+            each site moves with it: 18 and 8.
         progress: called with (stage, done, total).
 
     Returns:
@@ -149,6 +153,7 @@ def convert(
         allow=patterns(allow, "allow"),
         verify=verify,
         strict=strict,
+        min_sqnr=min_sqnr,
         progress=progress,
     )
     check_model(model)

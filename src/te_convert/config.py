@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from te_convert.errors import InputError
 
@@ -44,7 +45,7 @@ class ConvertConfig:
     """What :func:`te_convert.convert` was asked for.
 
     Raises:
-        InputError: an unknown recipe, backend or approximation, or a pattern that is not a string.
+        InputError: an unknown recipe, backend or approximation, a pattern that is not a string, or a bound that is no number.
     """
 
     recipe: str | None = None
@@ -56,6 +57,7 @@ class ConvertConfig:
     allow: tuple[str, ...] = ()
     verify: bool = True
     strict: bool = False
+    min_sqnr: float | None = None
     progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class ConvertConfig:
             raise InputError(f"unknown recipe {self.recipe!r}", f"use None or one of {', '.join(RECIPES)}")
         if self.backend not in BACKENDS:
             raise InputError(f"unknown backend {self.backend!r}", f"use one of {', '.join(BACKENDS)}")
+        bound: Any = self.min_sqnr
+        if bound is not None and not (isinstance(bound, int | float) and math.isfinite(bound)):
+            raise InputError(f"min_sqnr takes a finite number of dB, got {bound!r}", "pass for instance min_sqnr=20.0")
         for name in self.allow:
             if name not in APPROXIMATIONS:
                 raise InputError(f"unknown approximation {name!r} in allow", f"known: {', '.join(APPROXIMATIONS)}")

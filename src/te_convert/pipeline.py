@@ -23,13 +23,17 @@ from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.reasons import ReasonCode, reason
+from te_convert.reference.emulation import EMULATED
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
+from te_convert.rewrite.precision import tell_precision
 from te_convert.runtime.backend import Backend, choose_backend
 from te_convert.runtime.probe import describe_environment
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
+from te_convert.verify.recipe_figures import RecipeFigures
+from te_convert.verify.recipes import measure_recipe, propose_precision
 from te_convert.verify.reference import Reference, record_reference
 from te_convert.verify.variants import padded_variants
 
@@ -97,13 +101,30 @@ class Conversion:
                 parity = verify_applied(applied, reference, progress=lambda a, b: self.config.report_progress("verify", a, b))
         for site in parity.reverted:
             plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
+        plan, figures = self._emulate(applied, plan, parity, reference)
         model = applied.model
         if not plan.converting and not self.config.inplace:
             model = self.original
-        report = self._report(plan, parity)
+        report = self._report(plan, parity, figures)
         if self.config.strict:
             _demand_everything(report)
         return model, report, plan
+
+    def _emulate(self, applied: Applied, plan: Plan, parity: Parity, reference: Reference) -> tuple[Plan, RecipeFigures | None]:
+        """The recipe in the twins; sites that it would cost too much stay in high precision."""
+        if plan.recipe not in EMULATED or not parity.sites or parity.status == "failed":
+            return plan, None
+        with self._timed("recipe"):
+            progress = self.config.report_progress
+            try:
+                found = measure_recipe(applied, reference, plan, self.config.min_sqnr, lambda a, b: progress("recipe", a, b))
+            except Exception as error:
+                note = f"the recipe {plan.recipe} could not be emulated: {describe_error(error)}"
+                return replace(plan, notes=(*plan.notes, note)), None
+        if found is not None and found.high:
+            plan = propose_precision(plan, found)
+            tell_precision(applied, plan)
+        return plan, found
 
     def _copy(self) -> tuple[nn.Module | None, str]:
         if self.config.inplace:
@@ -137,7 +158,7 @@ class Conversion:
             plan = plan.refuse_all(why)
             return Applied(target, self.backend.name), plan
 
-    def _report(self, plan: Plan, parity: Parity) -> Report:
+    def _report(self, plan: Plan, parity: Parity, figures: RecipeFigures | None = None) -> Report:
         return Report(
             model_class=plan.model_class,
             converted=bool(plan.converting),
@@ -149,10 +170,11 @@ class Conversion:
             backend_reason=self.backend.reason,
             scenarios=plan.scenarios,
             environment=describe_environment(),
-            not_verified=_not_verified(plan, parity, self.config),
+            not_verified=_not_verified(plan, parity, self.config, figures),
             notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
-            warnings=_warnings(plan, parity),
+            warnings=_warnings(plan, parity, figures),
             timings_s={stage: round(seconds, 4) for stage, seconds in self.timings.items()},
+            recipe_figures=figures,
         )
 
 
@@ -196,7 +218,7 @@ def check_model(model: Any) -> None:
         raise InputError("the model is wrapped by torch.compile", "convert model._orig_mod, then compile the result")
 
 
-def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig) -> tuple[str, ...]:
+def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig, figures: RecipeFigures | None) -> tuple[str, ...]:
     lines = []
     if not plan.converting:
         return ()
@@ -207,15 +229,19 @@ def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig) -> tuple[st
     if parity.backend == "reference":
         lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
     if plan.recipe not in (None, "bf16"):
-        lines.append(f"the recipe {plan.recipe}: everything ran in the model's own precision")
+        emulated = "only its forward was emulated, in float32 on the example inputs"
+        plain = "everything ran in the model's own precision"
+        lines.append(f"the recipe {plan.recipe}: {plain if figures is None else emulated}")
     compared = {s.name.rpartition("[")[2].rstrip("]") for s in parity.scenarios}
     lines += [text for name, text in _OPTIONAL.items() if name not in compared]
     lines.append("training steps: te_convert.verify(..., steps=N) compares them")
     return tuple(lines)
 
 
-def _warnings(plan: Plan, parity: Parity) -> tuple[str, ...]:
+def _warnings(plan: Plan, parity: Parity, figures: RecipeFigures | None) -> tuple[str, ...]:
     lines = _reverted_lines(parity)
+    if figures is not None and figures.scenarios and not figures.passed:
+        lines.append(f"in the recipe {plan.recipe} the model has {figures.sqnr_db:.1f} dB, below {figures.min_sqnr_db:g} dB")
     if parity.status == "failed":
         lines.append("parity failed")
     idle = [fqn or "the root" for fqn, count in parity.executed.items() if count == 0]

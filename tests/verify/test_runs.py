@@ -113,16 +113,20 @@ def test_buffers_are_widened_and_put_back() -> None:
 def test_variants_double_the_batch_with_other_rows_and_shorten_the_sequence() -> None:
     ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6)
     scale = torch.tensor(3.0)
-    doubled, shorter = shape_variants(Scenario("inputs", (ids, scale), {"mask": mask, "flag": True}))
+    doubled, single, shorter = shape_variants(Scenario("inputs", (ids, scale), {"mask": mask, "flag": True}))
     assert doubled.args[0].shape == (4, 6)
     assert torch.equal(doubled.args[0][:2], ids)
     assert not torch.equal(doubled.args[0][2:], ids)
     assert doubled.kwargs["mask"].shape == (4, 6)
     assert (doubled.args[1], doubled.kwargs["flag"]) == (scale, True)
     assert (shorter.args[0].shape, shorter.kwargs["mask"].shape) == ((2, 3), (2, 3))
-    assert [v.name for v in (doubled, shorter)] == ["inputs[batch doubled]", "inputs[shorter]"]
+    assert [v.name for v in (doubled, single, shorter)] == ["inputs[batch doubled]", "inputs[one sample]", "inputs[shorter]"]
+    assert torch.equal(single.args[0], ids[:1])
+    assert torch.equal(single.kwargs["mask"], mask[:1])
+    assert single.args[1].shape == scale.shape
     assert shape_variants(Scenario("inputs", (3,), {})) == []
-    assert len(shape_variants(Scenario("inputs", (torch.ones(2, 3, 4, 4),), {}))) == 1
+    assert len(shape_variants(Scenario("inputs", (torch.ones(2, 3, 4, 4),), {}))) == 2
+    assert len(shape_variants(Scenario("inputs", (torch.ones(1, 3, 4, 4),), {}))) == 1
 
 
 def test_other_values_keep_shapes_and_dtypes() -> None:

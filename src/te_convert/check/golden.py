@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from te_convert.check.golden_rules import Recorded, find_better, find_worse
+from te_convert.check.golden_rules import GRADIENTS, MODEL, SITE, Recorded, Slack, find_better, find_worse
 from te_convert.check.model import CheckResult, Failure, GoldenVerdict, scenario_label
 from te_convert.errors import InputError
 from te_convert.report.format import clean, format_name
@@ -159,15 +159,15 @@ def _regrouped(then: Golden, now: Golden) -> Iterator[str]:
 
 
 def _worse(then: Golden, now: Golden) -> Iterator[Failure]:
-    for name, old, new in _pairs(then, now):
-        found = find_worse(old, new, worst_only=name.endswith("[gradients] (perturbed)"))
+    for name, old, new, slack in _pairs(then, now):
+        found = find_worse(old, new, slack)
         if found is not None:
             yield Failure("golden", name, *found)
 
 
 def _better(then: Golden, now: Golden) -> Iterator[str]:
-    for name, old, new in _pairs(then, now):
-        words = find_better(old, new)
+    for name, old, new, slack in _pairs(then, now):
+        words = find_better(old, new, slack)
         if words:
             yield f"{name}: {words}"
     for title, names in (
@@ -177,11 +177,13 @@ def _better(then: Golden, now: Golden) -> Iterator[str]:
         yield from (f"{format_name(name)}: {title} now, not recorded" for name in names)
 
 
-def _pairs(then: Golden, now: Golden) -> Iterator[tuple[str, Recorded, Recorded]]:
-    for olds, news in ((then.scenarios, now.scenarios), (then.sites, now.sites)):
-        for name, old in olds.items():
-            if name in news:
-                yield format_name(name), old, news[name]
+def _pairs(then: Golden, now: Golden) -> Iterator[tuple[str, Recorded, Recorded, Slack]]:
+    for label, old in then.scenarios.items():
+        if label in now.scenarios:
+            yield clean(label), old, now.scenarios[label], GRADIENTS if "[gradients]" in label else MODEL
+    for fqn, old in then.sites.items():
+        if fqn in now.sites:
+            yield format_name(fqn), old, now.sites[fqn], SITE
 
 
 def _lines(value: Any) -> str:

@@ -38,6 +38,9 @@ Exit codes:
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing, like analyze.")
 @click.option("--no-verify", is_flag=True, help="Do not compare the result with the original.")
 @click.option("--strict", is_flag=True, help="Fail when a site is put back or the result is not verified.")
+@click.option(
+    "--min-sqnr", type=float, metavar="DB", help="Least SQNR of the model in the emulated recipe. Default: 20; nvfp4: 11."
+)
 @json_option
 @quiet_option
 def convert(
@@ -47,6 +50,7 @@ def convert(
     dry_run: bool,
     no_verify: bool,
     strict: bool,
+    min_sqnr: float | None,
     as_json: bool,
     quiet: bool,
     **options: object,
@@ -74,6 +78,7 @@ def convert(
                 inplace=True,
                 verify=not no_verify,
                 strict=strict,
+                min_sqnr=min_sqnr,
                 progress=progress,
                 fuse=True,
                 **chosen.choices,

@@ -222,9 +222,7 @@ class Plan:
         fusion = next((fusion for fusion in self.fusions if fusion.fqn == fqn), None)
         norms = {member.fqn for member in fusion.members if member.role == "norm"} if fusion is not None else set()
         sites = [d for d in self.decisions if d.fused_into == fqn] if fusion is not None else [self.get(fqn)]
-        changed = {
-            id(d): replace(d, precision="high", reasons=d.reasons if d.fqn in norms else (*d.reasons, why)) for d in sites
-        }
+        changed = {id(d): replace(d, precision="high", reasons=d.reasons if d.fqn in norms else (*d.reasons, why)) for d in sites}
         return replace(
             self,
             decisions=tuple(changed.get(id(d), d) for d in self.decisions),

@@ -64,13 +64,16 @@ def format_percent(part: int, total: int) -> str:
 
 def format_db(figures: Figures) -> str:
     """SQNR in dB: ``"bit-equal"``, ``"∞"`` (equal as numbers), ``"nan"`` or one decimal, rounded down."""
-    if figures.bit_equal:
-        return "bit-equal"
-    if math.isnan(figures.sqnr_db):
+    return "bit-equal" if figures.bit_equal else format_decibel(figures.sqnr_db)
+
+
+def format_decibel(value: float) -> str:
+    """A number of dB with one decimal, rounded down; ``"∞"`` and ``"nan"`` for what is none."""
+    if math.isnan(value):
         return "nan"
-    if math.isinf(figures.sqnr_db):
-        return "∞" if figures.sqnr_db > 0 else "-∞"
-    return f"{math.floor(figures.sqnr_db * 10) / 10:.1f}"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    return f"{math.floor(value * 10) / 10:.1f}"
 
 
 def format_error(value: float | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from te_convert.plan.model import CallShape, Decision, Outcome, Plan
 from te_convert.reasons import Reason
 from te_convert.verify.model import Parity, SiteParity
+from te_convert.verify.recipe_figures import RecipeFigures
 
 REPORT_SCHEMA = 1
 
@@ -98,6 +99,7 @@ class Report:
         not_verified: what nobody should believe was checked, one sentence each.
         notes: what could not be observed.
         warnings: what the reader must know first.
+        recipe_figures: what emulating the recipe found; None without a recipe or without a run.
     """
 
     model_class: str
@@ -114,6 +116,7 @@ class Report:
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     timings_s: dict[str, float] = field(default_factory=dict)
+    recipe_figures: RecipeFigures | None = None
 
     def site(self, fqn: str) -> Site:
         """The entry of a site, by its name or one of its aliases.
@@ -152,6 +155,7 @@ class Report:
             "not_verified": list(self.not_verified),
             "notes": list(self.notes),
             "parity": self.parity.to_dict(),
+            "recipe_figures": None if self.recipe_figures is None else self.recipe_figures.to_dict(),
             "environment": dict(self.environment),
             "timings_s": dict(self.timings_s),
             "sites": [site.to_dict() for site in self.sites],

@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from te_convert.plan.model import CONVERTING, Outcome, Plan
 from te_convert.reasons import ReasonCode
-from te_convert.report.format import clean, collapse_names, format_count, format_value, plural
+from te_convert.report.format import clean, collapse_names, format_count, format_percent, format_value, plural
 from te_convert.report.model import Report, measure_coverage
 from te_convert.report.tables import (
     AnySite,
@@ -18,15 +18,19 @@ from te_convert.report.tables import (
     converted_table,
     coverage_table,
     reason_groups,
+    recipe_sites_table,
+    recipe_table,
     reverted_table,
     scenario_table,
     sites_table,
     worst_sites_table,
 )
 from te_convert.verify.model import Parity
+from te_convert.verify.recipe_figures import RecipeFigures
 
 NOTHING_RUNS = "0 sites would run on Transformer Engine"
 PLAN_VERIFIES_NOTHING = "a plan changes nothing and verifies nothing; converting the model checks parity"
+NO_TABLE = Table(())
 _STOPPED = (Outcome.REFUSED, Outcome.EXCLUDED)
 
 
@@ -40,6 +44,7 @@ class Summary:
         refused: reasons of the sites that stay as they are.
         advice: what to know about sites that were converted.
         parity_lines: the verdict and what the tables cannot say; empty for a plan.
+        recipe_lines: what emulating the recipe means and proposes; empty without it.
     """
 
     title: str
@@ -62,6 +67,9 @@ class Summary:
     environment: str
     timings: str
     sites: Table
+    recipe_lines: tuple[str, ...] = ()
+    recipe: Table = NO_TABLE
+    recipe_sites: Table = NO_TABLE
 
     @property
     def outcome_line(self) -> str:
@@ -93,6 +101,7 @@ def summarise(report: Report) -> Summary:
         environment=" · ".join(f"{clean(key)} {format_value(value)}" for key, value in report.environment.items()),
         timings=" · ".join(f"{clean(stage)} {seconds:.1f} s" for stage, seconds in report.timings_s.items()),
         **_site_parts(report.sites, report.recipe),
+        **_recipe_parts(report.recipe_figures),
     )
 
 
@@ -190,6 +199,31 @@ def _parity_lines(report: Report) -> tuple[str, ...]:
         names = ", ".join(map(str, collapse_names(never)))
         lines.append(f"{plural(len(never), 'converted site')} never ran during verification: {names}")
     return tuple(lines)
+
+
+class _RecipeParts(TypedDict, total=False):
+    recipe_lines: tuple[str, ...]
+    recipe: Table
+    recipe_sites: Table
+
+
+def _recipe_parts(figures: RecipeFigures | None) -> _RecipeParts:
+    if figures is None:
+        return {}
+    total, high = sum(site.flops for site in figures.sites), sum(site.flops for site in figures.high)
+    kept = len(figures.sites) - len(figures.high)
+    lines = [
+        f"{figures.emulated} emulated in float32, forward only, against high precision",
+        f"{format_count(kept)} of {plural(len(figures.sites), 'site')} with matrix products run in it, "
+        f"with {format_percent(total - high, total)} of their FLOPs"
+        + ("; the others stay in high precision" if figures.high else ""),
+        f"bounds: model {figures.min_sqnr_db:g} dB, each site {figures.min_site_sqnr_db:g} dB (min_sqnr)",
+    ]
+    return {
+        "recipe_lines": _lines((*lines, *figures.notes)),
+        "recipe": recipe_table(figures),
+        "recipe_sites": recipe_sites_table(figures),
+    }
 
 
 class _SiteParts(TypedDict):

@@ -16,6 +16,7 @@ from te_convert.report.format import (
     collapse_names,
     format_count,
     format_db,
+    format_decibel,
     format_error,
     format_figures,
     format_name,
@@ -26,6 +27,7 @@ from te_convert.report.format import (
 )
 from te_convert.report.model import Coverage, Site
 from te_convert.verify.model import Figures, Parity, SiteParity
+from te_convert.verify.recipe_figures import RecipeFigures
 
 AnySite: TypeAlias = Site | Decision
 WORST = 5
@@ -146,6 +148,34 @@ def reverted_table(parity: Parity) -> Table:
     """Sites that verification put back, with the figures that condemned them."""
     rows = tuple((format_name(site.fqn), format_figures(site.figures), clean(site.why)) for site in parity.reverted)
     return Table(("site", "figures", "why"), rows, frozenset({0}))
+
+
+def recipe_table(figures: RecipeFigures) -> Table:
+    """The whole model in the emulated recipe."""
+    rows = tuple(
+        (
+            clean(f"{run.name} → {run.output}" if run.output else run.name),
+            format_decibel(run.sqnr_db),
+            format_decibel(run.proposed_sqnr_db),
+            f"SQNR >= {figures.min_sqnr_db:g} dB",
+            verdict_word(run.proposed_sqnr_db >= figures.min_sqnr_db),
+        )
+        for run in figures.scenarios
+    )
+    header = ("scenario", "every site in it: SQNR dB", "as planned: SQNR dB", "bound", "verdict")
+    return Table(header, rows, right=frozenset({1, 2}))
+
+
+def recipe_sites_table(figures: RecipeFigures) -> Table:
+    """The sites that lose most in the emulated recipe, repeated layers collapsed among those that stay out of it."""
+    kept = [site for site in figures.sites if not site.high][:WORST]
+    rows = [(format_name(s.fqn), format_decibel(s.sqnr_db), format_quantity(s.flops), "the recipe") for s in kept]
+    high = {site.fqn: site for site in figures.high}
+    for group in collapse_names(high):
+        found = [high[fqn] for fqn in group.members]
+        flops = format_quantity(sum(site.flops for site in found))
+        rows.append((str(group), format_decibel(min(site.sqnr_db for site in found)), flops, "high precision"))
+    return Table(("site", "SQNR dB", "FLOPs", "runs in"), tuple(rows), frozenset({0}), frozenset({1, 2}))
 
 
 def sites_table(sites: Sequence[AnySite]) -> Table:

@@ -65,6 +65,7 @@ def _render(summary: Summary, width: int, color: bool) -> str:
     _overview(page, summary)
     _sites(page, summary)
     _parity(page, summary)
+    _recipe(page, summary)
     page.bullets("Not verified", summary.not_verified)
     page.bullets("Notes", summary.notes)
     for title, line in (("Environment", summary.environment), ("Time", summary.timings)):
@@ -169,6 +170,18 @@ def _parity(page: _Page, summary: Summary) -> None:
         ("Sites farthest from equal", summary.worst_sites),
         ("Put back", summary.reverted),
     ):
+        if table.rows:
+            page.heading(title)
+            page.table(table)
+
+
+def _recipe(page: _Page, summary: Summary) -> None:
+    if not summary.recipe_lines:
+        return
+    page.heading("Recipe")
+    for line in summary.recipe_lines:
+        page.line(line)
+    for title, table in (("The whole model in the recipe", summary.recipe), ("Sites that lose most in it", summary.recipe_sites)):
         if table.rows:
             page.heading(title)
             page.table(table)

@@ -20,9 +20,10 @@ from te_convert.verify.generation import compare_generated, generate_outputs
 from te_convert.verify.gradients import compare_gradients, gradient_outputs
 from te_convert.verify.isolate import SiteRecorder, approximation_of, as_original, observed, random_site_parity, takes_one_tensor
 from te_convert.verify.model import Figures, Parity, RevertedSite, ScenarioParity, SiteParity
-from te_convert.verify.perturb import own_parameters
+from te_convert.verify.moved import moved_outputs, own_of
+from te_convert.verify.perturb import own_parameters, parameter_problems
 from te_convert.verify.reference import Expected, Reference
-from te_convert.verify.run import prepared, run
+from te_convert.verify.run import Setting, prepared, run
 from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64, judge_gradient
 
 _MAX_SEARCHES = 16
@@ -60,6 +61,7 @@ def verify_applied(applied: Applied, reference: Reference, revert: bool = True, 
     """
     state = _State(applied, reference, SiteRecorder(applied.taken), notes=list(reference.notes))
     _isolate(state)
+    _check_parameters(state)
     if revert:
         _revert_failing_sites(state)
     scenarios = _compare_all(state, progress)
@@ -117,6 +119,14 @@ def _isolate(state: _State) -> None:
             state.notes.append(f"{fqn}: the TE module never ran and takes more than one tensor, so it was not compared alone")
 
 
+def _check_parameters(state: _State) -> None:
+    """A site whose parameters are not the original's own fails, whatever it computes now: an optimizer step would part them."""
+    for fqn, problem in parameter_problems(state.applied).items():
+        site = state.sites.get(fqn) or SiteParity(fqn, "unknown", MISMATCH, 0, "", passed=False)
+        state.sites[fqn] = replace(site, bound="the original's parameters, each once", passed=False)
+        state.recorder.errors.setdefault(fqn, problem)
+
+
 def _revert_failing_sites(state: _State) -> None:
     for fqn, site in list(state.sites.items()):
         if not site.passed and fqn in state.applied.sites:
@@ -170,8 +180,8 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
             return [_judge_gradients(state, model, expected, off)]
         if expected.kind == "generate":
             return [_judge_generated(state, model, expected)]
-        outputs = run(model, expected.scenario, expected.setting)
-        if low is None:
+        outputs = _run(state, model, expected, expected.setting)
+        if low is None or expected.kind == "moved":
             return [_judge_exact(state, model, expected, outputs, "float32")]
         results = []
         if expected.exact is not None:
@@ -184,6 +194,13 @@ def _compare_one(state: _State, expected: Expected, root: nn.Module | None = Non
     except Exception as error:
         state.notes.append(f"{expected.scenario.name}: the converted model raised {describe_error(error)}")
         return [ScenarioParity(expected.scenario.name, "", expected.setting.perturb, MISMATCH, None, "must run", passed=False)]
+
+
+def _run(state: _State, model: nn.Module, expected: Expected, setting: Setting) -> Outputs:
+    """A run again, of the converted model or of one in which original modules are put back."""
+    if expected.second is None:
+        return run(model, expected.scenario, setting)
+    return moved_outputs(model, expected.scenario, expected.second, setting, own_of(state.applied))
 
 
 def _judge_gradients(state: _State, model: nn.Module, expected: Expected, off: Sequence[str]) -> ScenarioParity:
@@ -246,11 +263,11 @@ def _recheck_in_float64(
     setting = replace(expected.setting, widen=torch.float64)
     try:
         with as_original(state.applied, list(state.applied.sites)) as restored:
-            again = run(restored, expected.scenario, expected.setting)
+            again = _run(state, restored, expected, expected.setting)
             if not judge_float32(compare_outputs(expected.outputs, again)[1]).passed:
                 return missed
-            original = run(restored, expected.scenario, setting)
-        path, figures = compare_outputs(original, run(model, expected.scenario, setting))
+            original = _run(state, restored, expected, setting)
+        path, figures = compare_outputs(original, _run(state, model, expected, setting))
         ratio, _ = error_ratio(original, expected.outputs, outputs, torch.float32)
     except Exception as error:
         state.notes.append(f"{missed.name}: no float64 run to tell rounding from error: {describe_error(error)}")

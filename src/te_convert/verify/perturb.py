@@ -72,7 +72,7 @@ def own_parameters(applied: Applied, fqns: Iterable[str]) -> list[OriginalParame
         module = applied.sites[fqn]
         if fused_record(module) is None:
             continue
-        outer = _outer(names.get(id(module), fqn), module)
+        outer = outer_name(names.get(id(module), fqn), module)
         for source, parameter in applied.taken.get(fqn, {}).items():
             if parameter is not None:
                 found.append(OriginalParameters(parameter, (f"{outer}.{source}" if outer else source,)))
@@ -87,7 +87,7 @@ def _of_plain(prefix: str, module: nn.Module) -> Iterator[OriginalParameters]:
 
 def _of_converted(prefix: str, module: nn.Module, seen: set[int]) -> Iterator[OriginalParameters]:
     """By the weight map; what it does not make of the original's (filled constants) is marked as seen."""
-    weights, outer = module.__dict__[SITE_ATTRIBUTE].decision.weights, _outer(prefix, module)
+    weights, outer = module.__dict__[SITE_ATTRIBUTE].decision.weights, outer_name(prefix, module)
     for op in weights.ops if weights is not None else ():
         holder, name = holder_of(module, op.dest)
         parameter = holder._parameters[name]
@@ -100,12 +100,34 @@ def _of_converted(prefix: str, module: nn.Module, seen: set[int]) -> Iterator[Or
         yield OriginalParameters(parameter, (f"{outer}.{source}" if outer else source,))
 
 
-def _outer(prefix: str, module: nn.Module) -> str:
+def outer_name(prefix: str, module: nn.Module) -> str:
     """The module to which the source names of a converted module are relative."""
     record = fused_record(module)
     if record is None:
         return prefix
     return prefix.removesuffix(inside(record.decision.fqn, record.decision.scope)).rstrip(".")
+
+
+def parameter_problems(applied: Applied) -> dict[str, str]:
+    """Sites whose parameters are not the original's own: one that two of them hold apart, a constant that would be trained."""
+    names = {id(module): name for name, module in applied.model.named_modules()}
+    holders: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    problems: dict[str, str] = {}
+    for fqn, module in applied.sites.items():
+        weights, outer = module.__dict__[SITE_ATTRIBUTE].decision.weights, outer_name(names.get(id(module), fqn), module)
+        for op in weights.ops if weights is not None else ():
+            holder, name = holder_of(module, op.dest)
+            parameter = holder._parameters[name]
+            if parameter is None:
+                continue
+            if isinstance(op, Fill) and parameter.requires_grad:
+                problems[fqn] = f"{op.dest} is a constant, and would be trained"
+            for source in () if isinstance(op, Take | Rows) else op.sources:
+                holders.setdefault(f"{outer}.{source}" if outer else source, []).append((fqn, parameter))
+    for source, found in holders.items():
+        if len({id(parameter) for _, parameter in found}) > 1:
+            problems |= dict.fromkeys((fqn for fqn, _ in found), f"{source} became several parameters")
+    return problems
 
 
 @contextmanager

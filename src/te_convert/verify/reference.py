@@ -17,6 +17,7 @@ from te_convert.verify.compare import Outputs, compare_outputs
 from te_convert.verify.generation import can_generate, generate_outputs
 from te_convert.verify.gradients import gradient_outputs
 from te_convert.verify.model import Figures
+from te_convert.verify.moved import moved_outputs
 from te_convert.verify.padding import padding_mask
 from te_convert.verify.run import Setting, in_eval, run
 from te_convert.verify.variants import other_values, padded_variants, shape_variants
@@ -31,7 +32,8 @@ class Expected:
     """One run of the original and how it was made.
 
     Attributes:
-        kind: "forward"; "gradients" (``outputs`` are sketches by parameter name); "generate" (tokens and logits).
+        kind: "forward"; "gradients" (``outputs`` are sketches by parameter name); "generate" (tokens and logits); "moved" (a
+            second call with ``second`` and other weights, and sketches of those).
     """
 
     scenario: Scenario
@@ -39,6 +41,7 @@ class Expected:
     outputs: Outputs
     exact: Outputs | None = None
     kind: str = "forward"
+    second: Scenario | None = None
 
 
 @dataclass
@@ -99,6 +102,7 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
         if index == 0 and reference.reproducible:
             _add_train(model, other_mode(scenario, training=True), reference)
             _add_gradients(model, scenario, reference)
+            _add_moved(model, scenario, reference)
             _add_generation(model, scenario, reference)
     if reference.frugal:
         reference.notes.append(
@@ -124,6 +128,23 @@ def _add_gradients(model: nn.Module, scenario: Scenario, reference: Reference) -
         reference.runs.append(Expected(named, setting, outputs, kind="gradients"))
     else:
         reference.notes.append("gradients were not compared: the original's are not finite")
+
+
+def _add_moved(model: nn.Module, scenario: Scenario, reference: Reference) -> None:
+    """A second call with other weights, on other values where the model takes them."""
+    setting = Setting(True, torch.float32 if reference.low is not None else None, reference.hide_padding)
+    named = replace(scenario, name=f"{scenario.name}[other weights]")
+    problem = "not finite"
+    for second in (other_values(scenario, 1), scenario):
+        try:
+            outputs = moved_outputs(model, named, second, setting)
+        except Exception as error:
+            problem = describe_error(error)
+            continue
+        if all(bool(torch.isfinite(t).all()) for _, t in outputs if t.is_floating_point()):
+            reference.runs.append(Expected(named, setting, outputs, kind="moved", second=second))
+            return
+    reference.notes.append(f"other weights were not compared: {problem}")
 
 
 def _add_generation(model: nn.Module, scenario: Scenario, reference: Reference) -> None:

@@ -36,14 +36,22 @@ class Setting:
 
 
 @contextmanager
-def prepared(model: nn.Module, scenario: Scenario, setting: Setting) -> Iterator[Scenario]:
-    """Everything around a run; yields the scenario with its floating inputs in the precision of the run."""
+def arranged(model: nn.Module, scenario: Scenario, setting: Setting) -> Iterator[None]:
+    """Everything around a run but its precision and its seed."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(preserve_model(model))
         stack.enter_context(mode(model, bool(scenario.training)))
         stack.enter_context(exact_dropout())
         stack.enter_context(perturbed(model, setting.perturb))
+        yield
+
+
+@contextmanager
+def prepared(model: nn.Module, scenario: Scenario, setting: Setting) -> Iterator[Scenario]:
+    """Everything around a run; yields the scenario with its floating inputs in the precision of the run."""
+    with ExitStack() as stack:
+        stack.enter_context(arranged(model, scenario, setting))
         if setting.widen is not None:
             stack.enter_context(widened(model, setting.widen))
         seed_all(SEED)

@@ -18,7 +18,7 @@ _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shape_variants(scenario: Scenario) -> list[Scenario]:
-    """The scenario with a doubled batch, and with a shorter sequence where the inputs look like sequences.
+    """The scenario with a doubled batch, with one sample, and with a shorter sequence where the inputs look like sequences.
 
     The new batch rows hold other values (the old ones rolled).  Whether the model takes a variant is for the caller to try.
     """
@@ -27,6 +27,8 @@ def shape_variants(scenario: Scenario) -> list[Scenario]:
         return []
     batch = tensors[0].shape[0]
     variants = [_changed(scenario, "batch doubled", lambda t: _double(t) if t.dim() and t.shape[0] == batch else t)]
+    if batch > 1:
+        variants.append(_changed(scenario, "one sample", lambda t: t[:1] if t.dim() and t.shape[0] == batch else t))
     length = tensors[0].shape[1] if tensors[0].dim() in (2, 3) else 0
     if length > 2:
         half = length // 2

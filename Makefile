@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench clean
+.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ docs: setup ## rewrite the generated pages (docs/reasons.md)
 
 bench: setup ## time a conversion, stage by stage
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/convert.py
+
+mutants: setup ## plant mistakes into real conversions and count what the parity gate catches (about ten minutes)
+	@$(TEST_ENV) $(BIN)/python benchmarks/mutants.py
 
 clean: ## remove caches and build outputs (.venv stays)
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov

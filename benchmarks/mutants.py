@@ -30,7 +30,8 @@ from zoo import perturb
 from zoo_models import HAND, TIMM, build_hand, build_timm
 
 import te_convert
-from tests.verify.mutant_suite import ARCHITECTURES, KINDS, Outcome, false_alarms, outcomes, prepare
+from tests.verify.mutant_kinds import KINDS
+from tests.verify.mutant_suite import ARCHITECTURES, Outcome, false_alarms, outcomes, prepare
 
 
 def main() -> None:

@@ -4,9 +4,8 @@
     python benchmarks/recipes.py --skip smollm2     # the training run alone: about 3 minutes
 
 SmolLM2-135M (examples/smollm2): perplexity over two texts in windows of 256 tokens, SQNR of the logits, which sites
-convert(recipe=...) would keep in high precision for the first window, and the perplexity then.  GPT (examples/gpt): the loss
-over 50 AdamW steps against float32 with the same
-batches; "bf16" is torch.autocast.
+convert(recipe=...) would keep in high precision for the first window, and the perplexity then.  GPT (examples/gpt): the loss over
+50 AdamW steps against float32 with the same batches; "bf16" is torch.autocast.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_the_page_names_every_file_and_its_commands_exist() -> None:
     from te_convert.cli.check import check
 
     options = {option for parameter in check.params for option in parameter.opts}
-    assert set(re.findall(r"--(?!te-convert)[a-z-]+", page)) <= {option for option in options if option.startswith("--")}
+    assert set(re.findall(r"--(?!te-convert)[a-z][a-z-]+", page)) <= {option for option in options if option.startswith("--")}
 
 
 def test_the_page_states_the_slack_that_is_applied() -> None:

@@ -68,7 +68,7 @@ def test_smollm2(tmp_path: Path) -> None:
 def test_gpt(tmp_path: Path) -> None:
     printed = run("gpt", tmp_path, "--out", "elsewhere/gpt")
     check_converted(printed, sites=16)
-    assert "logits equal to the original's: True" in printed
+    assert "logits equal to the converted model's: True" in printed
     assert "state dict keys equal to the original's: True; still tied: True" in printed
     one, other = (re.search(rf"^   {label} +([\d. ]+)$", printed, re.MULTILINE) for label in ("original", "converted"))
     assert one is not None

@@ -1001,13 +1001,11 @@ def _entries_exchanged(ops: tuple[WeightOp, ...]) -> tuple[WeightOp, ...] | None
 
 
 def _rows_exchanged(ops: tuple[WeightOp, ...]) -> tuple[WeightOp, ...] | None:
-    """For parts of the same size: keys and values of a packed projection."""
-    parts = [index for index, op in enumerate(ops) if isinstance(op, Rows)]
-    for a, b in pairwise(parts):
-        one, other = ops[a], ops[b]
-        if isinstance(one, Rows) and isinstance(other, Rows) and (one.source, one.count) == (other.source, other.count):
+    """[q; k; v] put together again as [k; v; q]."""
+    for (a, one), (b, other) in pairwise((index, op) for index, op in enumerate(ops) if isinstance(op, Rows)):
+        if one.source == other.source:
             changed = list(ops)
-            changed[a], changed[b] = replace(one, dest=other.dest), replace(other, dest=one.dest)
+            changed[a], changed[b] = other, one
             return tuple(changed)
     return None
 

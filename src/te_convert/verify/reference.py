@@ -102,7 +102,6 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
         if index == 0 and reference.reproducible:
             _add_train(model, other_mode(scenario, training=True), reference)
             _add_gradients(model, scenario, reference)
-            _add_moved(model, scenario, reference)
             _add_generation(model, scenario, reference)
     if reference.frugal:
         reference.notes.append(

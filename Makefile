@@ -72,7 +72,7 @@ fix: setup ## format the code and repair what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-golden: setup ## rewrite the snapshots; read the diff before you commit it
+golden: setup ## rewrite the snapshots and golden figures; read the diff before you commit it
 	$(PYTEST) -p no:randomly --snapshot-update
 	@$(TEST_ENV) $(BIN)/te-convert check examples/ci/model.py -q --golden examples/ci/golden.json --update-golden
 

@@ -177,13 +177,47 @@ def test_sites_follow_until_the_model_reaches_its_bound() -> None:
     assert 0 < len(figures.high) < len(figures.sites)
     assert figures.scenarios[0].proposed_sqnr_db >= bound
     assert all(f"below {bound:g} dB" in site.why for site in figures.high)
-    noise = {site.fqn: 10 ** (-site.sqnr_db / 10) / site.flops for site in figures.sites}
+    assert sum(site.share or 0.0 for site in figures.sites) == pytest.approx(1.0)
+    noise = {site.fqn: (site.share or 0.0) / site.flops for site in figures.sites}
     order = sorted(figures.high, key=lambda site: noise[site.fqn])
     assert all(noise[site.fqn] <= noise[order[0].fqn] for site in figures.sites if not site.high)
     record: Any = result.model.get_submodule(order[0].fqn).__dict__[SITE_ATTRIBUTE]
     record.decision = replace(record.decision, precision="recipe")
     with torch.no_grad(), emulate("mxfp8"):
         assert sqnr(original(*inputs()), result.model(*inputs())) < bound
+
+
+def test_shares_of_the_noise_are_those_that_are_measured() -> None:
+    """Each site alone in the recipe gives its part; their sum is what all of them give."""
+    original = model(depth=4)
+    with torch.no_grad():
+        last = original.blocks[3]
+        assert isinstance(last, Block)
+        last.down.weight *= 20.0  # most of the output comes through it
+    result = te_convert.convert(original, inputs(), recipe="mxfp8", min_sqnr=29.0)
+    figures = figures_of(result)
+    exact = original(*inputs()).detach()
+    records: dict[str, Any] = {site.fqn: result.model.get_submodule(site.fqn).__dict__[SITE_ATTRIBUTE] for site in figures.sites}
+    measured: dict[str, float] = {}
+    for name in records:
+        for other, record in records.items():
+            record.decision = replace(record.decision, precision="recipe" if other == name else "high")
+        with torch.no_grad(), emulate("mxfp8"):
+            measured[name] = float((result.model(*inputs()) - exact).square().sum())
+    total = sum(measured.values())
+    shares = {site.fqn: site.share or 0.0 for site in figures.sites}
+    large = [name for name in measured if measured[name] > 0.1 * total]
+    assert large
+    assert set(large) <= set(sorted(shares, key=lambda name: shares[name], reverse=True)[: len(large) + 1])
+    for name in large:
+        assert shares[name] == pytest.approx(measured[name] / total, rel=1.0)
+
+
+def test_a_frozen_model_has_shares_and_stays_frozen() -> None:
+    original = model().requires_grad_(requires_grad=False)
+    result = te_convert.convert(original, inputs(), recipe="mxfp8", min_sqnr=29.0)
+    assert all(site.share is not None for site in figures_of(result).sites)
+    assert not any(parameter.requires_grad for parameter in result.model.parameters())
 
 
 @pytest.mark.parametrize(("above", "enough"), [(2, True), (60, False)])

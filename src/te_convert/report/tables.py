@@ -27,7 +27,7 @@ from te_convert.report.format import (
 )
 from te_convert.report.model import Coverage, Site
 from te_convert.verify.model import Figures, Parity, SiteParity
-from te_convert.verify.recipe_figures import RecipeFigures
+from te_convert.verify.recipe_figures import RecipeFigures, RecipeSite
 
 AnySite: TypeAlias = Site | Decision
 WORST = 5
@@ -169,13 +169,18 @@ def recipe_table(figures: RecipeFigures) -> Table:
 def recipe_sites_table(figures: RecipeFigures) -> Table:
     """The sites that lose most in the emulated recipe, repeated layers collapsed among those that stay out of it."""
     kept = [site for site in figures.sites if not site.high][:WORST]
-    rows = [(format_name(s.fqn), format_decibel(s.sqnr_db), format_quantity(s.flops), "the recipe") for s in kept]
+    rows = [(format_name(s.fqn), *_recipe_cells([s]), "the recipe") for s in kept]
     high = {site.fqn: site for site in figures.high}
     for group in collapse_names(high):
-        found = [high[fqn] for fqn in group.members]
-        flops = format_quantity(sum(site.flops for site in found))
-        rows.append((str(group), format_decibel(min(site.sqnr_db for site in found)), flops, "high precision"))
-    return Table(("site", "SQNR dB", "FLOPs", "runs in"), tuple(rows), frozenset({0}), frozenset({1, 2}))
+        rows.append((str(group), *_recipe_cells([high[fqn] for fqn in group.members]), "high precision"))
+    return Table(("site", "SQNR dB", "of the noise", "FLOPs", "runs in"), tuple(rows), frozenset({0}), frozenset({1, 2, 3}))
+
+
+def _recipe_cells(sites: Sequence[RecipeSite]) -> tuple[str, str, str]:
+    """Worst SQNR, and the sums of shares and of FLOPs."""
+    shares = [site.share for site in sites if site.share is not None]
+    share = f"{100 * sum(shares):.1f} %" if shares else "–"
+    return format_decibel(min(site.sqnr_db for site in sites)), share, format_quantity(sum(site.flops for site in sites))
 
 
 def sites_table(sites: Sequence[AnySite]) -> Table:

@@ -17,6 +17,7 @@ class RecipeSite:
         sqnr_db: of its output in the recipe against its own in high precision, on the inputs that it gets; worst of its calls.
         calls: how many were compared.
         flops: of its recorded calls.
+        share: its share of the noise at the model's output, estimated; None where nobody asked.
         high: it is to stay in high precision.
         why: the bound that it, or the model with it, missed; "" for a site that keeps the recipe.
     """
@@ -25,12 +26,13 @@ class RecipeSite:
     sqnr_db: float
     calls: int
     flops: int
+    share: float | None = None
     high: bool = False
     why: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**self.__dict__, "sqnr_db": json_number(self.sqnr_db)}
+        return {**self.__dict__, "sqnr_db": json_number(self.sqnr_db), "share": json_number(self.share)}
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 One pass compares each site with itself, in the recipe and not, on the inputs that the model in high precision gives it.  One more
 run compares the whole model in the recipe with the original.  Sites below their bound stay in high precision.  Where the model is
-still below its own, further sites follow, the one with the most noise for its floating-point operations first, until the model
-reaches its bound: noise of independent sites adds up, so how many it takes is guessed and bisected, each try measured.
+still below its own, further sites follow, the one that adds the most noise to the output for its floating-point operations first
+(estimated, see verify/sensitivity.py), until the model reaches its bound: noise of independent sites adds up, so how many it takes
+is guessed and bisected, each try measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from te_convert.verify.isolate import Run, SiteRecorder, observed
 from te_convert.verify.recipe_figures import RecipeFigures, RecipeScenario, RecipeSite
 from te_convert.verify.reference import Expected, Reference
 from te_convert.verify.run import prepared, run
+from te_convert.verify.sensitivity import PROBES, noise_at_output
 from te_convert.verify.tolerance import recipe_bounds
 
 Progress = Callable[[int, int], None]
@@ -165,7 +167,7 @@ def _alone(measured: _Measured, sites: dict[str, nn.Module], flops: Mapping[str,
         why = f"alone: SQNR {sqnr:.1f} dB, below {bound:g} dB" if high else ""
         if fqn in recorder.errors:
             why = f"alone: {recorder.errors[fqn]}"
-        found.append(RecipeSite(fqn, sqnr, recorder.calls[fqn], flops.get(fqn, 0), high, why))
+        found.append(RecipeSite(fqn, sqnr, recorder.calls[fqn], flops.get(fqn, 0), high=high, why=why))
     return sorted(found, key=lambda site: site.sqnr_db)
 
 
@@ -177,12 +179,34 @@ def _whole(measured: _Measured, figures: RecipeFigures) -> RecipeFigures:
     now = _run_all(measured, high) if high else everything
     if _worst(now) >= measured.min_sqnr:
         return replace(figures, scenarios=_scenarios(everything, now))
+    figures = replace(figures, sites=_with_shares(measured, figures.sites, now))
     order = sorted((site for site in figures.sites if not site.high), key=_noise_per_flop, reverse=True)
     count, best = _search(measured, order, high, now)
     why = f"the model: SQNR {_worst(now):.1f} dB, below {measured.min_sqnr:g} dB; this site alone: "
-    more = {site.fqn: f"{why}{site.sqnr_db:.1f} dB" for site in order[:count]}
+    more = {site.fqn: f"{why}{site.sqnr_db:.1f} dB{_share_words(site)}" for site in order[:count]}
     sites = [replace(site, high=True, why=more[site.fqn]) if site.fqn in more else site for site in figures.sites]
     return replace(figures, sites=tuple(sites), scenarios=_scenarios(everything, best))
+
+
+def _with_shares(measured: _Measured, sites: tuple[RecipeSite, ...], now: _Results) -> tuple[RecipeSite, ...]:
+    """The sites that keep the recipe so far with their shares of the noise; as they are where the model has no gradients."""
+    worst = min(range(len(now)), key=lambda index: now[index][2])
+    asked = {site.fqn: measured.applied.sites[site.fqn] for site in sites if not site.high}
+    probes = _FEW_TRIES if measured.reference.frugal else PROBES
+    try:
+        with in_high_precision(measured.applied, [site.fqn for site in sites if site.high]):
+            noise = noise_at_output(measured.applied, measured.runs[worst], measured.emulation, asked, _INNER, probes)
+    except Exception as error:
+        measured.notes.append(f"no estimate of what each site adds to the model's noise: {describe_error(error)}")
+        return sites
+    total = sum(noise.values())
+    if not 0 < total < math.inf:
+        return sites
+    return tuple(replace(site, share=noise.get(site.fqn, 0.0) / total) if site.fqn in asked else site for site in sites)
+
+
+def _share_words(site: RecipeSite) -> str:
+    return "" if site.share is None else f", about {100 * site.share:.1f} % of the model's noise"
 
 
 def _search(measured: _Measured, order: Sequence[RecipeSite], high: list[str], now: _Results) -> tuple[int, _Results]:
@@ -223,8 +247,8 @@ def _guess(order: Sequence[RecipeSite], level: float, bound: float) -> int:
 
 
 def _noise(site: RecipeSite) -> float:
-    """Noise over signal of a site's output, as a ratio of powers."""
-    return float(10 ** (-max(site.sqnr_db, -300.0) / 10))
+    """What a site adds to the model's noise; without an estimate, noise over signal of its own output."""
+    return float(10 ** (-max(site.sqnr_db, -300.0) / 10)) if site.share is None else site.share
 
 
 def _noise_per_flop(site: RecipeSite) -> float:

@@ -69,18 +69,26 @@ def own_of(applied: Applied) -> list[object]:
 
 
 def shown_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every floating parameter of the original as the model has it now: what its members show, and what its weight maps give."""
-    te_parts: set[int] = set()
-    for prefix, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) or id(module) in te_parts:
+    """Every floating parameter of the original as the model has it now: what its members show, and what its weight maps give.
+
+    A module under several names shows its parameters under each of them, as a fusion that holds a part of it does.
+    """
+    inner = {id(part) for module in model.modules() if is_converted(module) for name, part in nested.te_parts(module) if name}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, torch.jit.ScriptModule) or id(module) in inner:
             continue
         converted = is_converted(module)
-        if converted:
-            te_parts.update(id(part) for _, part in nested.te_parts(module))
         outer = outer_name(prefix, module) if converted else prefix
-        for name, tensor in _of_converted(module) if converted else module._parameters.items():
+        for name, tensor in _of_converted(module) if converted else _of_plain(module):
             if type(tensor) in (nn.Parameter, torch.Tensor) and tensor.is_floating_point() and not tensor.is_meta:
                 yield f"{outer}.{name}" if outer else name, tensor
+
+
+def _of_plain(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Its own parameters, and those that it borrows."""
+    yield from module._parameters.items()
+    for name, loan in module.__dict__.get(LOANS, {}).items():
+        yield name, loan.read()
 
 
 def _of_converted(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -106,6 +106,7 @@ def convert(
     verify: bool = True,
     strict: bool = False,
     min_sqnr: float | None = None,
+    bisect: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Replace what Transformer Engine has an equivalent for, prove that the numbers are the same, and report every site.
@@ -126,6 +127,8 @@ def convert(
         strict: raise instead of returning a result that is not fully verified.
         min_sqnr: least SQNR in dB of the model in the emulated recipe; 20 for FP8 and 11 for NVFP4 when None.  The bound of
             each site moves with it: 18 and 8.
+        bisect: where sites that are right alone are wrong together, find a smallest such set (up to 128 more runs), name it in
+            the report, and put back one of its sites.
         progress: called with (stage, done, total).
 
     Returns:
@@ -154,6 +157,7 @@ def convert(
         verify=verify,
         strict=strict,
         min_sqnr=min_sqnr,
+        bisect=bisect,
         progress=progress,
     )
     check_model(model)
@@ -193,7 +197,7 @@ def analyze(
     return make_plan(model, captured, config, notes)
 
 
-def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int = 0) -> Parity:
+def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int = 0, bisect: bool = False) -> Parity:
     """Compare a converted model with its original: whole model in several shapes, gradients, each converted site alone.
 
     Both models are left as they are.  Nothing is reverted.
@@ -203,6 +207,7 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
         converted: the converted model.
         inputs: as ``example_inputs`` of :func:`convert`.
         steps: also take so many optimizer steps on copies of both models and compare the losses.
+        bisect: when the model as a whole fails, name a smallest set of sites that fails (``Parity.interactions``).
 
     Raises:
         InputError: no inputs, or the original fails on them.
@@ -217,7 +222,7 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
         raise InputError(f"the original fails on the inputs: {'; '.join(reference.notes)}", "pass inputs that it takes")
     sites = dict(converted_modules(converted))
     backend = next((get_record(site).backend for site in sites.values()), "reference")
-    parity = verify_applied(Applied(converted, backend, sites), reference, revert=False)
+    parity = verify_applied(Applied(converted, backend, sites), reference, revert=False, bisect=bisect)
     if steps and parity.scenarios:
         curve = compare_steps(original, converted, scenarios[0], steps)
         status = parity.status if curve.passed else "failed"

@@ -58,6 +58,7 @@ class ConvertConfig:
     verify: bool = True
     strict: bool = False
     min_sqnr: float | None = None
+    bisect: bool = False
     progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:

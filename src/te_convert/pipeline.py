@@ -98,7 +98,10 @@ class Conversion:
         parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
         with self._timed("verify"):
             if self.config.verify and plan.converting:
-                parity = verify_applied(applied, reference, progress=lambda a, b: self.config.report_progress("verify", a, b))
+                progress = self.config.report_progress
+                parity = verify_applied(
+                    applied, reference, progress=lambda a, b: progress("verify", a, b), bisect=self.config.bisect
+                )
         for site in parity.reverted:
             plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
         plan, figures = self._emulate(applied, plan, parity, reference)

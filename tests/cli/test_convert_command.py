@@ -29,7 +29,7 @@ def test_a_success(run: Run, api: FakeApi) -> None:
 def test_what_the_api_is_asked_for(run: Run, api: FakeApi) -> None:
     options = ["--force", "--inputs", "a:int64[2]", "--inputs", "b:float32[2]", "--weights", "w.safetensors"]
     options += ["--include", "enc.*", "--include", "dec.*", "--exclude", "head", "--allow", "gelu-tanh"]
-    options += ["--recipe", "fp8", "--backend", "reference", "--no-verify", "--strict", "--min-sqnr", "25"]
+    options += ["--recipe", "fp8", "--backend", "reference", "--no-verify", "--strict", "--min-sqnr", "25", "--bisect"]
     assert run(*ARGS, *options).exit_code == 0
     out = Path("some/dir")
     assert api.calls["check_out"] == ((out, True), {})
@@ -47,6 +47,7 @@ def test_what_the_api_is_asked_for(run: Run, api: FakeApi) -> None:
             "verify": False,
             "strict": True,
             "min_sqnr": 25.0,
+            "bisect": True,
             "progress": None,
             "fuse": True,
         },

@@ -40,6 +40,7 @@ def check_target(
     golden: Path | None = None,
     update_golden: bool = False,
     progress: Progress | None = None,
+    bisect: bool = False,
 ) -> CheckResult:
     """Check a converted directory, or convert a model in memory and check that; nothing but a golden file is written.
 
@@ -52,6 +53,7 @@ def check_target(
         golden: figures to compare with.
         update_golden: record the figures there instead, if the check passes.
         progress: called with (stage, done, total).
+        bisect: when the model as a whole fails, name a smallest set of sites that fails.
 
     Raises:
         InputError: the target, the inputs or the golden file cannot be used.
@@ -66,9 +68,9 @@ def check_target(
                 f"{target} is converted already: options of a conversion mean nothing here",
                 "leave out --weights, --include, --exclude, --allow and --recipe",
             )
-        result = _check_directory(target, inputs, backend)
+        result = _check_directory(target, inputs, backend, bisect)
     else:
-        result = _check_model(target, inputs, backend, weights, choices or {}, progress)
+        result = _check_model(target, inputs, backend, weights, {**(choices or {}), "bisect": bisect}, progress)
     return with_golden(result, golden, update_golden)
 
 
@@ -104,7 +106,7 @@ def with_golden(result: CheckResult, path: Path | None, update: bool) -> CheckRe
     return replace(result, golden=write_golden(path, result))
 
 
-def _check_directory(target: str, inputs: Any, backend: str) -> CheckResult:
+def _check_directory(target: str, inputs: Any, backend: str, bisect: bool) -> CheckResult:
     start, directory = time.perf_counter(), Path(target)
     device = _device(backend)
     converted = api.load(directory, device, backend)
@@ -113,7 +115,7 @@ def _check_directory(target: str, inputs: Any, backend: str) -> CheckResult:
     if inputs is None:
         inputs, note = _inputs_of(directory, original)
         notes.append(note)
-    parity = api.verify(original, converted, _moved(inputs, device))
+    parity = api.verify(original, converted, _moved(inputs, device), bisect=bisect)
     found = _result(target, "directory", str(directory / MANIFEST), type(original).__name__, converted, parity, start)
     return replace(found, notes=(*notes, *found.notes))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from te_convert.cli.options import ModelOptions, json_option, quiet_option, target_options
+from te_convert.cli.options import ModelOptions, bisect_option, json_option, quiet_option, target_options
 from te_convert.cli.output import check_writable, print_answer, print_json, say, text_style, working, write_file
 from te_convert.config import BACKENDS
 from te_convert.errors import TeConvertError
@@ -40,6 +40,7 @@ Exit codes:
     default=None,
     help="Annotations on stderr and a job summary. Default: where GITHUB_ACTIONS is true.",
 )
+@bisect_option
 @json_option
 @quiet_option
 def check(
@@ -48,6 +49,7 @@ def check(
     update_golden: bool,
     junit: Path | None,
     github: bool | None,
+    bisect: bool,
     as_json: bool,
     quiet: bool,
     **options: object,
@@ -66,7 +68,7 @@ def check(
         check_writable(file)
     try:
         with working(quiet) as progress:
-            result = _run(chosen, backend, golden, update_golden, progress)
+            result = _run(chosen, backend, golden, update_golden, progress, bisect)
     except TeConvertError as error:
         _publish_error(chosen.model, error, junit, on_github)
         raise
@@ -75,7 +77,7 @@ def check(
     return result.exit_code
 
 
-def _run(chosen: ModelOptions, backend: str, golden: Path | None, update_golden: bool, progress: Any) -> CheckResult:
+def _run(chosen: ModelOptions, backend: str, golden: Path | None, update_golden: bool, progress: Any, bisect: bool) -> CheckResult:
     from te_convert import api
     from te_convert.check.run import check_target
 
@@ -88,6 +90,7 @@ def _run(chosen: ModelOptions, backend: str, golden: Path | None, update_golden:
         golden=golden,
         update_golden=update_golden,
         progress=progress,
+        bisect=bisect,
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from te_convert.cli.analyze import print_plan
-from te_convert.cli.options import ModelOptions, json_option, model_options, quiet_option
+from te_convert.cli.options import ModelOptions, bisect_option, json_option, model_options, quiet_option
 from te_convert.cli.output import print_answer, print_json, say, text_style, working
 from te_convert.config import BACKENDS
 from te_convert.errors import ConversionError
@@ -41,6 +41,7 @@ Exit codes:
 @click.option(
     "--min-sqnr", type=float, metavar="DB", help="Least SQNR of the model in the emulated recipe. Default: 20; nvfp4: 11."
 )
+@bisect_option
 @json_option
 @quiet_option
 def convert(
@@ -51,6 +52,7 @@ def convert(
     no_verify: bool,
     strict: bool,
     min_sqnr: float | None,
+    bisect: bool,
     as_json: bool,
     quiet: bool,
     **options: object,
@@ -79,6 +81,7 @@ def convert(
                 verify=not no_verify,
                 strict=strict,
                 min_sqnr=min_sqnr,
+                bisect=bisect,
                 progress=progress,
                 fuse=True,
                 **chosen.choices,

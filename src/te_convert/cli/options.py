@@ -92,6 +92,13 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
 
 
+def bisect_option(command: F) -> F:
+    """Add ``--bisect``."""
+    return click.option(
+        "--bisect", is_flag=True, help="When sites that are right alone fail together, find a smallest such set and name it."
+    )(command)
+
+
 def quiet_option(command: F) -> F:
     """Add ``-q/--quiet``."""
     return click.option("-q", "--quiet", is_flag=True, help="Print the verdict only; no progress.")(command)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ def sketch(gradient: torch.Tensor, offset: int = 0) -> torch.Tensor:
     return torch.cat([norm.cpu()[None], _vectors() @ folded])
 
 
+@cache
 def _vectors() -> torch.Tensor:
     generator = torch.Generator().manual_seed(4)
     return torch.randn(PRODUCTS, PERIOD, generator=generator, dtype=torch.float64)

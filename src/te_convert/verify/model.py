@@ -117,6 +117,38 @@ class RevertedSite:
 
 
 @dataclass(frozen=True)
+class Interaction:
+    """Sites that are right alone and wrong together, as bisection found them.
+
+    Attributes:
+        fqns: the sites; alone converted, with every other site as it was, they miss the bound.
+        scenario: the run that they fail.
+        figures: of that run with these sites alone converted.
+        bound: the bound that they miss.
+        runs: how many runs the search took.
+        minimal: without any one of them the run passes; False when the search ran out of runs before that was shown.
+    """
+
+    fqns: tuple[str, ...]
+    scenario: str
+    figures: Figures
+    bound: str
+    runs: int
+    minimal: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "fqns": list(self.fqns),
+            "scenario": self.scenario,
+            **self.figures.to_dict(),
+            "bound": self.bound,
+            "runs": self.runs,
+            "minimal": self.minimal,
+        }
+
+
+@dataclass(frozen=True)
 class Parity:
     """The verdict of a verification.
 
@@ -130,6 +162,7 @@ class Parity:
         executed: per converted site, how often its replacement ran during verification.
         fallbacks: per fusion, how often a member ran its original forward instead in those runs.
         notes: what limits the verdict, one sentence each (not reproducible, output ignores its input, ...).
+        interactions: with bisection, the sets of sites that made the model as a whole fail.
     """
 
     status: str
@@ -141,6 +174,7 @@ class Parity:
     executed: dict[str, int] = field(default_factory=dict)
     fallbacks: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    interactions: tuple[Interaction, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -162,4 +196,5 @@ class Parity:
             "executed": dict(self.executed),
             "fallbacks": dict(self.fallbacks),
             "notes": list(self.notes),
+            **({"interactions": [found.to_dict() for found in self.interactions]} if self.interactions else {}),
         }

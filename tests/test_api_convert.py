@@ -88,7 +88,7 @@ def test_an_interrupt_in_any_stage_leaves_the_model_as_it_was(
 
 @FUSE
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("place", ["_isolate", "_compare_all"])
+@pytest.mark.parametrize("place", ["_isolate", "compare_all"])
 def test_a_crash_in_verification_leaves_the_model_as_it_was(
     place: str, inplace: bool, fuse: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

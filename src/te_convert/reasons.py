@@ -312,8 +312,8 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.ATTENTION_EAGER_REGION: ReasonInfo(
         _R,
-        "Attention is written out with a softmax; it is replaced only as part of a whole block that is proved equal.",
-        "call torch.nn.functional.scaled_dot_product_attention instead",
+        "Attention is written out, and something between its two products, or a reader of them, is nothing that TE has.",
+        "call torch.nn.functional.scaled_dot_product_attention, or keep to scaling, masks, biases, one softmax and one dropout",
     ),
     ReasonCode.ATTENTION_MIXED: ReasonInfo(
         _A,

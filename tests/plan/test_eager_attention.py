@@ -1,6 +1,9 @@
-"""Attention that is written out is refused with what stands between its products, or becomes part of a proved block."""
+"""Attention that is written out converts, alone or in a proved block, or is refused with what stands in the way."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from torch import nn
 
 import te_convert
 from te_convert.plan.model import Outcome
+from te_convert.replacements.specs import DotProductAttentionSpec
 
 
 class Manual(nn.Module):
@@ -50,13 +54,68 @@ def perturbed(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def test_alone_it_is_refused_and_says_what_it_does() -> None:
+def test_alone_it_becomes_an_attention() -> None:
     plan = te_convert.analyze(Manual(), (torch.randn(2, 6, 32),))
+    site, (fusion,) = plan.get(""), plan.fusions
+    assert site.outcome is Outcome.CONVERTED
+    assert (site.kind, site.rule, site.fused_into) == ("Attention", "eager-attention", "core_attention")
+    assert isinstance(fusion.spec, DotProductAttentionSpec)
+    assert (fusion.spec.num_attention_heads, fusion.spec.kv_channels, fusion.spec.softmax_scale) == (4, (8, 8), None)
+
+
+class Variant(nn.Module):
+    """Attention with something about it that TE's has not."""
+
+    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.between, self.temperature = nn.Linear(32, 96), between, nn.Parameter(torch.ones(()))
+        self.extra: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        weights = self.between(self, q @ k.transpose(-2, -1))
+        y = (weights @ v).transpose(1, 2).flatten(-2)
+        return (y, self.extra) if isinstance(self.extra, torch.Tensor) else y
+
+
+def keep(self: Any, weights: torch.Tensor, extra: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+    self.extra = extra(weights)
+    return weights
+
+
+NEAR_MISSES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "softcap": (lambda _, s: (5 * torch.tanh(s / 5)).softmax(-1), "tanh does something to the scores"),
+    "over the queries": (lambda _, s: s.softmax(-2), "softmax does something to the scores"),
+    "multiplied mask": (lambda _, s: (s * torch.ones(6, 6).tril()).softmax(-1), "mul does something to the scores"),
+    "weak fill": (lambda _, s: s.masked_fill(torch.ones(6, 6).triu(1) == 1, -50.0).softmax(-1), "masked_fill does something"),
+    "scaled weights": (lambda _, s: s.softmax(-1) * 0.5, "mul does something to the scores"),
+    "learnt temperature": (lambda self, s: (s * self.temperature.exp()).softmax(-1), "a number is computed by exp"),
+    "read by another": (lambda self, s: keep(self, s.softmax(-1), lambda w: w.amax(-1)), "amax in the root reads its scores"),
+    "returned": (lambda self, s: keep(self, s.softmax(-1), lambda w: w), "part of the model's output"),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_refused_with_what_is_in_the_way(name: str) -> None:
+    between, detail = NEAR_MISSES[name]
+    model = Variant(between)
+    plan = te_convert.analyze(model, (torch.randn(2, 6, 32),))
     site = plan.get("")
     assert site.outcome is Outcome.REFUSED
-    assert site.kind == "Attention"
     assert [reason.code for reason in site.reasons] == ["attention.eager-region"]
-    assert "masked_fill" in site.reasons[0].detail
+    assert detail in site.reasons[0].detail
+    assert not any(fusion.rule == "eager-attention" for fusion in plan.fusions)
+
+
+def test_attentions_of_two_scales_in_one_module_are_refused() -> None:
+    class Twice(Variant):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(super().forward(x))
+
+    scales = iter([0.5, 0.25] * 20)
+    model = Twice(lambda _, s: (s * next(scales)).softmax(-1))
+    (why,) = te_convert.analyze(model, (torch.randn(2, 6, 32),)).get("").reasons
+    assert "its attentions differ in heads, sizes or scale" in why.detail
 
 
 @pytest.mark.parametrize(("act", "whole"), [(nn.ReLU(), True), (nn.GELU(approximate="tanh"), True), (nn.GELU(), False)])

@@ -15,7 +15,7 @@ SHAPES = frozenset(
 _PRODUCTS = frozenset({"matmul", "bmm", "__matmul__", "einsum", "baddbmm"})
 _BETWEEN = frozenset(
     {"mul", "div", "truediv", "true_divide", "add", "sub", "iadd", "masked_fill", "masked_fill_", "where", "float", "to", "type_as"}
-    | {"__mul__", "__truediv__", "__add__", "mul_", "div_", "add_", "contiguous", "type", "clamp", "dropout"}
+    | {"__mul__", "__truediv__", "__add__", "mul_", "div_", "add_", "contiguous", "type", "clamp", "dropout", "tanh", "maximum"}
 )
 _MAX_STEPS = 24
 

@@ -49,7 +49,10 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
     kept = existing_fusions(model)
     if config.fuse:
         decided = {site.fqn: changed.get(site.fqn, decision) for site, decision in sites}
-        changed |= eager_decisions(dict(model.named_modules()), capture, candidates, decided, (*fusions, *kept.values()))
+        others = (*fusions, *kept.values())
+        eager, eager_fusions = eager_decisions(dict(model.named_modules()), capture, candidates, decided, others, config)
+        changed |= eager
+        attention_fusions = (*attention_fusions, *eager_fusions)
     final = [changed.get(site.fqn, decision) for site, decision in sites]
     decisions = [_renamed(decision, kept) for decision in final if decision is not None]
     failures = tuple(f"scenario {name} did not run: {error}" for name, error in capture.failures)

@@ -12,6 +12,7 @@ from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.replacements.specs import WHOLE, DotProductAttentionSpec
 from te_convert.rewrite.attention import AttentionRecord, attach, detach
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
+from te_convert.rewrite.eager_attention import RULE, EagerRecord
 from te_convert.rewrite.experts import GroupedForward
 from te_convert.rewrite.fused import RECORDS, ROWS, DeferringNorm, FusedReader, FusedRecord
 from te_convert.rewrite.fused_files import unwatch_scope, watch_scope
@@ -39,8 +40,7 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
     cls = site_class(fusion.spec, backend)
     args, kwargs = constructor_arguments(fusion.spec, module_class(fusion.spec, backend))
     module = cls(*args, **kwargs)
-    is_attention = isinstance(fusion.spec, DotProductAttentionSpec)
-    record = (AttentionRecord if is_attention else FusedRecord)(fusion, module, scope, backend, members)
+    record = _record_class(fusion)(fusion, module, scope, backend, members)
     try:
         fill_parameters(module, fusion, scope, own)
         record.apart = {
@@ -55,10 +55,18 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
         watch_scope(record.scope, module)
         if isinstance(record, AttentionRecord):
             attach(root, record)
+        elif isinstance(record, EagerRecord):
+            record.attach()
     except BaseException:
         restore_fusion(root, record, own)
         raise
     return module, own
+
+
+def _record_class(fusion: Fusion) -> type[FusedRecord]:
+    if fusion.rule == RULE:
+        return EagerRecord
+    return AttentionRecord if isinstance(fusion.spec, DotProductAttentionSpec) else FusedRecord
 
 
 def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
@@ -164,9 +172,16 @@ def restore_fusion(root: nn.Module, record: FusedRecord, own: Own | None = None)
             del part.__dict__[MEMBER_ATTRIBUTE]
     _unregister(root, record)
     unwatch_scope(record.scope, module)
+    _detach(root, record)
+    return record.role("owner")[0] if root is module else root
+
+
+def _detach(root: nn.Module, record: FusedRecord) -> None:
+    """Undo what an attention module was prepared with."""
     if isinstance(record, AttentionRecord):
         detach(root, record)
-    return record.role("owner")[0] if root is module else root
+    elif isinstance(record, EagerRecord):
+        record.detach()
 
 
 def _lend_from(norm: nn.Module, record: FusedRecord) -> None:

@@ -16,6 +16,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import find_hooks, remove_hook
 from te_convert.rewrite.lazy import LazyNorm, can_defer, saving, unwrap, versions_of
+from te_convert.rewrite.lazy_scores import LazyScores, unwrap_scores
 from te_convert.rewrite.loans import Borrower
 from te_convert.rewrite.shared import SharedInput, can_share
 
@@ -211,7 +212,11 @@ def unwrap_output(module: nn.Module, args: Any, output: Any) -> Any:
                 found = unwrap_output(module, args, value)
                 if found is not None:
                     object.__setattr__(leaf, name, found)
-    return tree_map(unwrap, output) if any(type(leaf) is LazyNorm for leaf in leaves) else None
+    return tree_map(_unwrap, output) if any(type(leaf) in (LazyNorm, LazyScores) for leaf in leaves) else None
+
+
+def _unwrap(value: Any) -> Any:
+    return unwrap_scores(unwrap(value))
 
 
 def watch_root(root: nn.Module) -> None:

@@ -13,6 +13,8 @@ BackendChoice = Literal["auto", "te", "reference"]
 Progress = Callable[[str, int, int], None]
 """Called with (stage, done, total) as a conversion advances."""
 
+DTYPES = ("float32", "bfloat16", "float16")
+"""What a streamed conversion can write floating-point tensors in."""
 BACKENDS = ("auto", "te", "reference")
 APPROXIMATIONS = ("gelu-tanh",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -162,23 +162,35 @@ class Conversion:
             return Applied(target, self.backend.name), plan
 
     def _report(self, plan: Plan, parity: Parity, figures: RecipeFigures | None = None) -> Report:
-        return Report(
-            model_class=plan.model_class,
-            converted=bool(plan.converting),
-            sites=build_sites(plan, parity),
-            parity=parity,
-            coverage=measure_coverage(plan),
-            recipe=plan.recipe,
-            backend=self.backend.name,
-            backend_reason=self.backend.reason,
-            scenarios=plan.scenarios,
-            environment=describe_environment(),
-            not_verified=_not_verified(plan, parity, self.config, figures),
-            notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
-            warnings=_warnings(plan, parity, figures),
-            timings_s={stage: round(seconds, 4) for stage, seconds in self.timings.items()},
-            recipe_figures=figures,
-        )
+        return report_of(plan, parity, self.config, self.backend, self.timings, figures)
+
+
+def report_of(
+    plan: Plan,
+    parity: Parity,
+    config: ConvertConfig,
+    backend: Backend,
+    timings: Mapping[str, float],
+    figures: RecipeFigures | None = None,
+) -> Report:
+    """The report of a plan that was carried out and of what its verification found."""
+    return Report(
+        model_class=plan.model_class,
+        converted=bool(plan.converting),
+        sites=build_sites(plan, parity),
+        parity=parity,
+        coverage=measure_coverage(plan),
+        recipe=plan.recipe,
+        backend=backend.name,
+        backend_reason=backend.reason,
+        scenarios=plan.scenarios,
+        environment=describe_environment(),
+        not_verified=_not_verified(plan, parity, config, figures),
+        notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
+        warnings=_warnings(plan, parity, figures),
+        timings_s={stage: round(seconds, 4) for stage, seconds in timings.items()},
+        recipe_figures=figures,
+    )
 
 
 def observe(
@@ -229,6 +241,8 @@ def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig, figures: Re
         lines.append("parity: verify=False was asked for")
     if parity.status == "sites-only":
         lines.append("the whole model: each site was compared alone")
+    if parity.status == "slice":
+        lines.append("the whole model: a shallow one with the weights of some layers ran; every tensor's bytes are in the ledger")
     if parity.backend == "reference":
         lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
     if plan.recipe not in (None, "bf16"):

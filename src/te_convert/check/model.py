@@ -130,7 +130,7 @@ class CheckResult:
         found = tuple(_parity_failures(self.parity))
         if found or not self.converted:
             return found
-        if self.parity.status in ("passed", "sites-only"):
+        if self.parity.status in ("passed", "sites-only", "slice"):
             return ()
         why = "; ".join(map(clean, self.notes)) or "no scenario ran"
         return (Failure("model", clean(self.model_class), f"parity {self.parity.status}", why),)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from te_convert.cli.analyze import print_plan
 from te_convert.cli.options import ModelOptions, bisect_option, json_option, model_options, quiet_option
 from te_convert.cli.output import print_answer, print_json, say, text_style, working
-from te_convert.config import BACKENDS
+from te_convert.config import BACKENDS, DTYPES
 from te_convert.errors import ConversionError
 
 if TYPE_CHECKING:
-    from te_convert.api import Result
+    from te_convert.api import Result, Streamed
     from te_convert.report.model import Report
 
 EXIT_CONVERTED, EXIT_UNCHANGED, EXIT_PARITY = 0, 1, 3
@@ -42,6 +43,13 @@ Exit codes:
     "--min-sqnr", type=float, metavar="DB", help="Least SQNR of the model in the emulated recipe. Default: 20; nvfp4: 11."
 )
 @bisect_option
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="Convert a Transformers directory shard by shard. Default: when its weights are large for this machine's memory.",
+)
+@click.option("--dtype", type=click.Choice(DTYPES), help="With --stream: dtype of the tensors that are written.")
+@click.option("--resume", is_flag=True, help="With --stream: go on from an unfinished run.")
 @json_option
 @quiet_option
 def convert(
@@ -53,6 +61,9 @@ def convert(
     strict: bool,
     min_sqnr: float | None,
     bisect: bool,
+    stream: bool | None,
+    dtype: str | None,
+    resume: bool,
     as_json: bool,
     quiet: bool,
     **options: object,
@@ -67,6 +78,17 @@ def convert(
         return print_plan(chosen, as_json, quiet)
     if out is None:
         raise click.UsageError("Missing option '--out'.")
+    if stream or (stream is None and (resume or dtype is not None or is_large(chosen.model))):
+        chosen.refuse_for_streaming(min_sqnr)
+        return stream_model(
+            chosen,
+            out,
+            {"dtype": dtype, "resume": resume, "force": force, "backend": backend, "verify": not no_verify, "strict": strict},
+            as_json,
+            quiet,
+        )
+    if resume or dtype is not None:
+        raise click.UsageError("--resume and --dtype need --stream.")
     from te_convert import api
 
     with working(quiet) as progress:
@@ -96,7 +118,27 @@ def convert(
     return exit_code(result, verified=not no_verify)
 
 
-def exit_code(result: Result, verified: bool) -> int:
+def is_large(model: str) -> bool:
+    """Whether a Transformers directory holds weights of more than 40 % of this machine's memory: converting takes twice theirs."""
+    folder = Path(model)
+    if not (folder / "config.json").is_file():
+        return False
+    weights = sum(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern))
+    return weights > 0.4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def stream_model(chosen: ModelOptions, out: Path, options: dict[str, Any], as_json: bool, quiet: bool) -> int:
+    """Convert a directory shard by shard and print the report."""
+    from te_convert import api
+
+    with working(quiet) as progress:
+        result = api.convert_checkpoint(chosen.model, out, progress=progress, **options, **chosen.choices)
+    _print_report(result.report, as_json, quiet)
+    _say_where(result.path, result.converted, quiet)
+    return exit_code(result, verified=bool(options["verify"]))
+
+
+def exit_code(result: Result | Streamed, verified: bool) -> int:
     """The exit code of a conversion that raised nothing; ``verified`` says whether verification was asked for."""
     if not result.converted:
         return EXIT_UNCHANGED

@@ -14,6 +14,7 @@ from te_convert.cli.analyze import analyze
 from te_convert.cli.check import check
 from te_convert.cli.convert import convert
 from te_convert.cli.doctor import doctor
+from te_convert.cli.export import export
 from te_convert.cli.output import EXIT_INTERRUPTED, EXIT_USAGE, fail
 
 PROGRAM = "te-convert"
@@ -94,5 +95,5 @@ def main() -> None:
     """
 
 
-for _command in (convert, analyze, check, doctor):
+for _command in (convert, analyze, check, export, doctor):
     main.add_command(_command)

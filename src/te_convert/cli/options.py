@@ -38,6 +38,19 @@ class ModelOptions:
         opened = api.open_model(self.model, self.weights)
         return opened, opened.example_inputs if example_inputs is None else example_inputs
 
+    def refuse_for_streaming(self, min_sqnr: float | None) -> None:
+        """Say which options a streamed conversion cannot honour.
+
+        Raises:
+            click.UsageError: one of them was given, or MODEL is no directory.
+        """
+        given = {"--inputs": bool(self.inputs), "--weights": self.weights is not None, "--min-sqnr": min_sqnr is not None}
+        wrong = [name for name, is_given in given.items() if is_given]
+        if wrong:
+            raise click.UsageError(f"{', '.join(wrong)} cannot be used with --stream; --no-stream loads the whole model.")
+        if not Path(self.model).is_dir():
+            raise click.UsageError("--stream, --resume and --dtype need a Transformers directory.")
+
     @property
     def choices(self) -> dict[str, Any]:
         """The keyword arguments that ``api.convert`` and ``api.analyze`` share."""

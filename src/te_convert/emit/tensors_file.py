@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from te_convert.emit.manifest import FileRecord
 from te_convert.errors import InputError
 
+WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 BUFFERS = "buffers.safetensors"  # what state_dict() leaves out: non-persistent buffers, constants of replacements
 _COMPLEX = {torch.complex64: "complex64", torch.complex128: "complex128"}
@@ -30,7 +32,7 @@ _OPTIONAL = {
     "U32": "uint32",
     "U64": "uint64",
 }
-_NAMES: dict[torch.dtype, str] = {
+_CODES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -43,6 +45,8 @@ _NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     **{getattr(torch, name): code for code, name in _OPTIONAL.items() if hasattr(torch, name)},
 }
+DTYPES: dict[str, torch.dtype] = {code: dtype for dtype, code in _CODES.items()}
+"""The format's name of a dtype → the dtype."""
 
 
 def write_bytes(path: Path, data: bytes) -> FileRecord:
@@ -58,19 +62,31 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord
     """
     marks = {name: _COMPLEX[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in _COMPLEX}
     views = {name: torch.view_as_real(tensor.resolve_conj()) if name in marks else tensor for name, tensor in tensors.items()}
+    metadata = {"format": "pt", **({"complex": json.dumps(marks)} if marks else {})}
+    header, order = make_header({name: (view.dtype, tuple(view.shape)) for name, view in views.items()}, metadata)
+    return _write(path, _chunks(header, (views[name] for name in order)))
+
+
+def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+    """The first bytes of a file with these tensors, and the order in which the tensors' bytes follow.
+
+    Raises:
+        InputError: a dtype that safetensors does not have.
+    """
     # Widest elements first, so that each tensor starts at a multiple of its element size.
-    order = sorted(views, key=lambda name: (-views[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **({"complex": json.dumps(marks)} if marks else {})}}
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
     for name in order:
-        view, end = views[name], offset + tensor_bytes(views[name])
-        if view.dtype not in _NAMES:
-            raise InputError(f"{name} has dtype {view.dtype}, which safetensors cannot hold", "convert it to another dtype")
-        header[name] = {"dtype": _NAMES[view.dtype], "shape": list(view.shape), "data_offsets": [offset, end]}
+        dtype, shape = tensors[name]
+        end = offset + math.prod(shape) * dtype.itemsize
+        if dtype not in _CODES:
+            raise InputError(f"{name} has dtype {dtype}, which safetensors cannot hold", "convert it to another dtype")
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    return _write(path, _chunks(struct.pack("<Q", len(text)) + text, (views[name] for name in order)))
+    return struct.pack("<Q", len(text)) + text, order
 
 
 def read_tensors(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -87,17 +103,29 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def plan_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[list[str]]:
-    """Names per file, in order: a file is closed when the next tensor would make it larger than ``shard_bytes``."""
+def plan_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
+    """Names per file, in order: a file is closed when the next tensor would make it larger than ``shard_bytes``.
+
+    Args:
+        sizes: tensor → bytes.
+        shard_bytes: most bytes of a file; a larger tensor has one of its own.
+    """
     shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor_bytes(tensor) > shard_bytes:
+    total = 0
+    for name, size in sizes.items():
+        if shards[-1] and total + size > shard_bytes:
             shards.append([])
-            size = 0
+            total = 0
         shards[-1].append(name)
-        size += tensor_bytes(tensor)
+        total += size
     return shards
+
+
+def name_shards(shards: list[list[str]]) -> list[tuple[str, list[str]]]:
+    """(file, its tensors), with the names that Transformers gives to shards."""
+    if len(shards) == 1:
+        return [(WEIGHTS, shards[0])]
+    return [(f"model-{number:05d}-of-{len(shards):05d}.safetensors", names) for number, names in enumerate(shards, start=1)]
 
 
 def _chunks(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterable[bytes | memoryview]:

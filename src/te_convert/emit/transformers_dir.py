@@ -42,6 +42,26 @@ def open_transformers(path: Path) -> OpenedModel:
     return OpenedModel(model, None, _source(model, files, tuple(path.resolve() / name for name in (*files, *_WEIGHTS))))
 
 
+def open_outline(path: Path, build: AbstractContextManager[Any]) -> OpenedModel:
+    """The model of a directory as its config describes it, built inside ``build``; the weights are not read.
+
+    Raises:
+        InputError: a damaged config, an unknown architecture, or code in the directory.
+        EnvironmentLacksError: Transformers is not installed.
+    """
+    config = _read_config(path)
+    transformers = _transformers()
+    cls = _architecture(transformers, config, path)
+    if cls is transformers.AutoModel:
+        raise InputError(f"{path / 'config.json'} names no architecture", 'add "architectures": [the class of the weights] to it')
+    kept = _copied_files(path)
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    source = ModelSource("transformers", cls.__name__, "config.json", dtype=dtype if isinstance(dtype, str) else "")
+    with build:
+        model = tied(rebuild_transformers(source, path))
+    return OpenedModel(model, None, _source(model, kept, tuple(path.resolve().iterdir())))
+
+
 def source_of_transformers(model: nn.Module) -> ModelSource | None:
     """The source of a live model of a class that Transformers itself has; None for any other model."""
     cls = type(model)
@@ -82,6 +102,28 @@ def rebuild_transformers(source: ModelSource, directory: Path) -> nn.Module:
     except Exception as error:
         raise InputError(f"{source.entry} from config.json: {type(error).__name__}: {one_line(error)}", _VERSION_HINT) from error
     return model.eval()
+
+
+def build_from_config(cls: type[nn.Module], config: Any) -> nn.Module:
+    """A model of a Transformers class, its parameters not initialised, in the config's dtype and attention implementation.
+
+    Raises:
+        Exception: what the class raises on such a config.
+    """
+    keyword = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+    options: dict[str, Any] = {keyword: getattr(config, keyword)} if getattr(config, keyword, None) is not None else {}
+    with user_code(), _no_init():
+        build: Any = cls
+        model: nn.Module = build._from_config(config, **options)
+    return tied(model.eval())
+
+
+def tied(model: nn.Module) -> nn.Module:
+    """Ties made, which building without initialisation leaves out."""
+    tie: Any = getattr(model, "tie_weights", None)
+    if tie is not None:
+        tie()
+    return model
 
 
 _VERSION_HINT = "use the Transformers version that manifest.json names"
@@ -139,7 +181,7 @@ def _check_weights(path: Path) -> None:
     if pickles:
         raise InputError(
             f"{path} holds its weights in a pickle ({pickles[0]}), which is not read",
-            "save the model again with save_pretrained(safe_serialization=True)",
+            "save it again with save_pretrained, or convert with --stream, which reads tensors only",
         )
     raise InputError(f"{path} has config.json but no model.safetensors", "download the weights, or give file.py with build_model()")
 

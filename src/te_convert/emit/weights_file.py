@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -70,7 +71,7 @@ def _read(file: Path) -> OrderedDict[str, torch.Tensor]:
                 f"{file} is not a readable safetensors file: {one_line(error)}", "download or save it again"
             ) from error
     if file.suffix in _PICKLES:
-        return _read_pickle(file)
+        return read_pickle(file)
     raise InputError(f"{file} is not a weights file that is known", "give .safetensors, .safetensors.index.json, .pt, .pth or .bin")
 
 
@@ -89,9 +90,14 @@ def _read_index(file: Path) -> OrderedDict[str, torch.Tensor]:
     return tensors
 
 
-def _read_pickle(file: Path) -> OrderedDict[str, torch.Tensor]:
+def read_pickle(file: Path, mmap: bool = False) -> OrderedDict[str, torch.Tensor]:
+    """The tensors of a file that torch.save wrote, read with ``weights_only``; with ``mmap`` their memory is the file's.
+
+    Raises:
+        InputError: it cannot be read, or holds or needs more than tensors.
+    """
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(file))
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError) as error:
         raise _pickle_error(file, error) from error
     return _tensors(_unwrap(loaded, file), file)

@@ -18,7 +18,7 @@ from te_convert.emit.manifest import MANIFEST, FileRecord, Manifest, installed_v
 from te_convert.emit.model_source import ModelSource
 from te_convert.emit.skeleton import check_skeleton
 from te_convert.emit.slots import Slot, find_slots, find_ties, public_names
-from te_convert.emit.tensors_file import BUFFERS, INDEX, plan_shards, tensor_bytes, write_bytes, write_tensors
+from te_convert.emit.tensors_file import BUFFERS, INDEX, WEIGHTS, name_shards, plan_shards, tensor_bytes, write_bytes, write_tensors
 from te_convert.emit.user_code import one_line
 from te_convert.errors import InputError
 from te_convert.plan.model import Plan
@@ -111,7 +111,7 @@ def write_directory(
     try:
         temporary.mkdir(parents=True)
         _write_all(temporary, model, plan, report, source, shard_bytes)
-        _rename(temporary, target, force)
+        rename_into_place(temporary, target, force)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in parents:
@@ -129,12 +129,11 @@ def _write_all(directory: Path, model: nn.Module, plan: Plan, report: ReportLike
     public = public_names(model, slots)
     ties = find_ties(slots, public)
     own = {name: slot.tensor for name, slot in slots.items() if name not in ties}
-    files = _write_texts(directory, plan, report, source)
+    files = write_texts(directory, plan, report, source)
     check_skeleton(model, plan, source, directory)
     files |= _write_weights(directory, {name: own[name] for name in own if name in public}, shard_bytes)
     files[BUFFERS] = write_tensors(directory / BUFFERS, {name: own[name] for name in own if name not in public})
-    write_bytes(directory / MANIFEST, _manifest(model, report, source, slots, ties, files).encode())
-    _flush_folders(directory)
+    write_manifest(directory, model, report, source, slots, ties, files)
 
 
 def check_out(out: Path | str, force: bool = False, source: ModelSource | None = None) -> None:
@@ -170,7 +169,7 @@ def _check_parent(target: Path, shown: str) -> None:
         raise InputError(f"{shown} cannot be written: no permission in {parent}", _ELSEWHERE)
 
 
-def _write_texts(directory: Path, plan: Plan, report: ReportLike, source: ModelSource) -> dict[str, FileRecord]:
+def write_texts(directory: Path, plan: Plan, report: ReportLike, source: ModelSource) -> dict[str, FileRecord]:
     """Write the plan, the report, ``__init__.py`` and the source; their digests."""
     texts = {
         "__init__.py": _INIT,
@@ -190,35 +189,36 @@ def _write_texts(directory: Path, plan: Plan, report: ReportLike, source: ModelS
 
 
 def _write_weights(directory: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> dict[str, FileRecord]:
-    shards = plan_shards(tensors, shard_bytes)
+    shards = plan_shards({name: tensor_bytes(tensor) for name, tensor in tensors.items()}, shard_bytes)
     if len(shards) == 1:
-        return {"model.safetensors": write_tensors(directory / "model.safetensors", tensors)}
+        return {WEIGHTS: write_tensors(directory / WEIGHTS, tensors)}
     files: dict[str, FileRecord] = {}
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    for file, names in name_shards(shards):
         files[file] = write_tensors(directory / file, {name: tensors[name] for name in names})
         weight_map.update(dict.fromkeys(names, file))
     total = sum(tensor_bytes(tensor) for tensor in tensors.values())
-    files[INDEX] = write_bytes(directory / INDEX, _index_json(weight_map, total).encode())
+    files[INDEX] = write_bytes(directory / INDEX, index_json(weight_map, total).encode())
     return files
 
 
-def _index_json(weight_map: Mapping[str, str], total_size: int) -> str:
+def index_json(weight_map: Mapping[str, str], total_size: int) -> str:
     """The index of a sharded checkpoint, in the form that Transformers uses."""
     return json.dumps({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, indent=1)
 
 
-def _manifest(
+def write_manifest(
+    directory: Path,
     model: nn.Module,
     report: ReportLike,
     source: ModelSource,
     slots: Mapping[str, Slot],
     ties: dict[str, str],
     files: dict[str, FileRecord],
-) -> str:
+) -> None:
+    """Write the manifest, the last file of a directory, and flush the folders."""
     parameters = {name: slot.tensor for name, slot in slots.items() if slot.is_parameter and name not in ties}
-    return Manifest(
+    manifest = Manifest(
         source=source,
         files=files,
         converted=report.converted,
@@ -230,10 +230,13 @@ def _manifest(
         frozen=tuple(name for name, parameter in parameters.items() if not parameter.requires_grad),
         ties=ties,
         versions=installed_versions(with_transformers=source.kind == "transformers"),
-    ).to_json()
+    )
+    write_bytes(directory / MANIFEST, manifest.to_json().encode())
+    flush_folders(directory)
 
 
-def _flush_folders(directory: Path) -> None:
+def flush_folders(directory: Path) -> None:
+    """Flush the entries of a directory and of every folder in it to the disk."""
     for folder in (directory, *(path for path in directory.rglob("*") if path.is_dir())):
         _flush_folder(folder)
 
@@ -254,7 +257,8 @@ def _flush_rename(target: Path) -> None:
         _flush_folder(target.parent)
 
 
-def _rename(temporary: Path, target: Path, force: bool) -> None:
+def rename_into_place(temporary: Path, target: Path, force: bool) -> None:
+    """Give a finished directory its name; with ``force`` the one that has it goes, and comes back when that fails."""
     if not (force and target.exists()):
         temporary.rename(target)
         _flush_rename(target)

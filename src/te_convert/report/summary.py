@@ -156,6 +156,8 @@ def parity_words(parity: Parity) -> str:
         return f"parity passed on {where}"
     if parity.status == "failed":
         return f"parity FAILED on {where}"
+    if parity.status == "slice":
+        return f"parity of a shallow model passed on {where}, the whole model did not run"
     if parity.status == "sites-only":
         failed = sum(not site.passed for site in parity.sites)
         sites = f"{plural(failed, 'site')} FAILED alone" if failed else "each site passed alone"

@@ -153,7 +153,8 @@ class Parity:
     """The verdict of a verification.
 
     Attributes:
-        status: "passed", "failed", "not-verified" (nothing could be run) or "sites-only" (each site alone, not the model).
+        status: "passed", "failed", "not-verified" (nothing could be run), "sites-only" (each site alone, not the model) or "slice"
+            (a shallow model with the weights of some layers).
         backend: what the converted side ran on: "reference" (twins on this machine) or "te".
         device: device type of the run.
         scenarios: whole-model comparisons.

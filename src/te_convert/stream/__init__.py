@@ -1,0 +1,1 @@
+"""Checkpoints converted shard by shard, without the model in memory, and back again."""

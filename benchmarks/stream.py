@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -88,7 +87,9 @@ def child(source: Path, target: Path, verify: bool) -> None:
 
     start = time.perf_counter()
     result = te_convert.convert_checkpoint(source, target, verify=verify)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not ru_maxrss: a process starts with that of its parent.
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
     print(
         json.dumps(
             {
@@ -126,9 +127,10 @@ def main() -> None:
             checked = convert(folder / "source", folder / "converted", verify=True)
             seconds = sum(copied) / len(copied)
             print(
-                f"{size / 1e9:.2f} GB, {layers} layers: cp {size / seconds / 1e6:.0f} MB/s, streamed "
-                f"{size / plain['stream_s'] / 1e6:.0f} MB/s ({seconds / plain['stream_s']:.2f} of cp), peak {plain['peak_gb']:.2f} GB; "
-                f"with verification {checked['seconds']:.0f} s in all, peak {checked['peak_gb']:.2f} GB, parity {checked['parity']}"
+                f"{size / 1e9:.2f} GB, {layers} layers: cp {size / seconds / 1e6:.0f} MB/s, "
+                f"streamed {size / plain['stream_s'] / 1e6:.0f} MB/s ({seconds / plain['stream_s']:.2f} of cp), "
+                f"peak {plain['peak_gb']:.2f} GB; with verification {checked['seconds']:.0f} s in all, "
+                f"peak {checked['peak_gb']:.2f} GB, parity {checked['parity']}"
             )
         finally:
             shutil.rmtree(folder, ignore_errors=True)

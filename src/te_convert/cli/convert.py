@@ -79,7 +79,7 @@ def convert(
     if out is None:
         raise click.UsageError("Missing option '--out'.")
     if stream or (stream is None and (resume or dtype is not None or is_large(chosen.model))):
-        chosen.refuse_for_streaming(min_sqnr)
+        chosen.refuse_for_streaming(min_sqnr, bisect)
         return stream_model(
             chosen,
             out,

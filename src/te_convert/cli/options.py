@@ -38,13 +38,14 @@ class ModelOptions:
         opened = api.open_model(self.model, self.weights)
         return opened, opened.example_inputs if example_inputs is None else example_inputs
 
-    def refuse_for_streaming(self, min_sqnr: float | None) -> None:
+    def refuse_for_streaming(self, min_sqnr: float | None, bisect: bool) -> None:
         """Say which options a streamed conversion cannot honour.
 
         Raises:
             click.UsageError: one of them was given, or MODEL is no directory.
         """
         given = {"--inputs": bool(self.inputs), "--weights": self.weights is not None, "--min-sqnr": min_sqnr is not None}
+        given["--bisect"] = bisect
         wrong = [name for name, is_given in given.items() if is_given]
         if wrong:
             raise click.UsageError(f"{', '.join(wrong)} cannot be used with --stream; --no-stream loads the whole model.")

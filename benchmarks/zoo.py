@@ -81,7 +81,10 @@ def perturb(model: nn.Module) -> None:
 
 
 def count(report: Any) -> Row:
-    """[converted, eligible] of Linears, norms that feed Linears alone, and attention calls; attention that is written out."""
+    """[converted, eligible] of Linears, norms that feed Linears alone, and attention calls; attention that is written out.
+
+    Attention counts as converted only where TE ran at least once in verification, alone or as part of what it is fused into.
+    """
     linears = [s for s in report.sites if s.kind in ("Linear", "Conv1D") and s.calls]
     norms = [s for s in report.sites if s.kind in ("LayerNorm", "RMSNorm") and s.calls and str(s.outcome) != "REFUSED"]
     fusable = [s for s in norms if str(s.outcome) == "FUSED" or _NOT_FUSED & {r.code for r in s.reasons}]
@@ -92,7 +95,7 @@ def count(report: Any) -> Row:
     return {
         "linears": [sum(str(s.outcome) in done for s in linears), len(linears)],
         "norms": [sum(str(s.outcome) == "FUSED" for s in fusable), len(fusable)],
-        "attention": [sum(str(s.outcome) in done for s in attention), len(attention)],
+        "attention": [sum(str(s.outcome) in done and s.executed > 0 for s in attention), len(attention)],
         "eager": len(eager),
     }
 

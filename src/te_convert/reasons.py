@@ -285,7 +285,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.ATTENTION_EXTRA_INPUTS: ReasonInfo(
         _R,
-        "The attention is given tensors (sinks, a mask, a bias of each sample) that the replacement does not take.",
+        "The attention is given tensors (sinks of each token, for instance) that the replacement does not take.",
         "nothing to do: the model's own attention runs",
     ),
     ReasonCode.ATTENTION_CALLS_DIFFER: ReasonInfo(

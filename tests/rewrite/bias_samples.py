@@ -1,4 +1,4 @@
-"""Models whose attention has a bias of its scores, and some that come close."""
+"""Models whose attention has a bias of its scores: learnt, of each sample, or a mask that hides keys."""
 
 from __future__ import annotations
 
@@ -70,7 +70,19 @@ class Boolean(Attention):
         return seen
 
 
-NEAR_MISSES = [FromInput, OnePerSample, OneForAllHeads, HidesByNumber, HidesByBuffer, Boolean]
+class HidesAll(Attention):
+    """Its first query sees no key."""
+
+    def bias(self, x: Tensor) -> Tensor:
+        return super().bias(x).masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(), -torch.inf)
+
+
+class HidesAllByBoolean(Attention):
+    def bias(self, x: Tensor) -> Tensor:
+        return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril(-1)
+
+
+MASKS = [FromInput, OnePerSample, OneForAllHeads, HidesByNumber, HidesByBuffer, Boolean, HidesAll, HidesAllByBoolean]
 
 
 def model(attention: nn.Module | None = None) -> nn.Module:

@@ -101,7 +101,7 @@ def test_a_planted_mistake_is_found_and_put_back(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_site_that_no_run_reached_is_compared_on_random_input() -> None:
-    converted, report = convert(zoo.llama(), {"input_ids": zoo.ids(), "attention_mask": zoo.padding("left", 3, 4)})
+    converted, report = convert(zoo.llama("eager"), {"input_ids": zoo.ids(), "output_attentions": True})
     assert records(converted)
     for site in attention_sites(report):
         assert site.parity.random_input
@@ -110,7 +110,7 @@ def test_a_site_that_no_run_reached_is_compared_on_random_input() -> None:
 
 def test_a_site_without_runs_still_catches_a_lost_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lost_scale)
-    converted, _ = convert(zoo.llama(), {"input_ids": zoo.ids(), "attention_mask": zoo.padding("left", 3, 4)})
+    converted, _ = convert(zoo.llama("eager"), {"input_ids": zoo.ids(), "output_attentions": True})
     assert not records(converted)
 
 

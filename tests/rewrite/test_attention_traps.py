@@ -49,17 +49,17 @@ def test_padding_that_the_example_inputs_did_not_have(side: str) -> None:
     torch.testing.assert_close(ours[mask.bool()], original[mask.bool()], rtol=1e-4, atol=1e-5)
 
 
-def test_a_sample_of_padding_alone_runs_the_original() -> None:
+def test_a_sample_of_padding_alone_gives_what_torch_gives() -> None:
     model = zoo.bert()
     converted, _ = convert(model, zoo.inputs_of("bert"))
     mask = zoo.padding("right", 0, zoo.LENGTH)
     with torch.no_grad():
         ours = converted(zoo.ids(), attention_mask=mask)[0]
-        assert torch.equal(ours[0].isfinite(), model(zoo.ids(), attention_mask=mask)[0][0].isfinite())
-    assert all(record.fallbacks == 1 for record in records(converted))
+        torch.testing.assert_close(ours, model(zoo.ids(), attention_mask=mask)[0], rtol=1e-4, atol=1e-5)
+    assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
 
 
-def test_a_mask_of_the_callers_own_runs_the_original() -> None:
+def test_a_mask_of_the_callers_own_is_a_bias() -> None:
     model = zoo.llama()
     converted, _ = convert(model, zoo.inputs_of("llama"))
     own = torch.rand(2, 1, zoo.LENGTH, zoo.LENGTH, generator=torch.Generator().manual_seed(0)) > 0.4
@@ -67,10 +67,10 @@ def test_a_mask_of_the_callers_own_runs_the_original() -> None:
     with torch.no_grad():
         ours, original = converted(zoo.ids(), attention_mask=own).logits, model(zoo.ids(), attention_mask=own).logits
     torch.testing.assert_close(ours, original, rtol=1e-4, atol=1e-5)
-    assert all((record.executed, record.fallbacks) == (0, 1) for record in records(converted))
+    assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
 
 
-def test_packed_sequences_run_the_original() -> None:
+def test_packed_sequences_have_a_mask_that_is_a_bias() -> None:
     model = zoo.llama()
     converted, _ = convert(model, zoo.inputs_of("llama"))
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]).expand(2, -1)
@@ -78,7 +78,7 @@ def test_packed_sequences_run_the_original() -> None:
         ours = converted(zoo.ids(), position_ids=positions, use_cache=False).logits
         original = model(zoo.ids(), position_ids=positions, use_cache=False).logits
     torch.testing.assert_close(ours, original, rtol=1e-4, atol=1e-5)
-    assert all(record.fallbacks == 1 for record in records(converted))
+    assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
 
 
 def test_an_unknown_tensor_argument_runs_the_original() -> None:
@@ -87,16 +87,6 @@ def test_an_unknown_tensor_argument_runs_the_original() -> None:
     with torch.no_grad():
         converted(zoo.ids(), sinks=torch.zeros(4))
     assert all((record.executed, record.fallbacks) == (0, 1) for record in records(converted))
-
-
-def test_sinks_are_refused_by_the_numeric_probe() -> None:
-    """gpt-oss reads its sinks from the module, past all arguments; here they are also passed as ``s_aux``."""
-    model = zoo.gpt_oss()
-    plan = te_convert.analyze(model, zoo.inputs_of("llama"))
-    sites = [site for site in plan.sites if site.kind == "Attention"]
-    assert sites
-    for site in sites:
-        assert {"attention.extra-inputs", "attention.not-recognised"} & set(codes(site))
 
 
 def test_a_model_without_sdpa_support_is_refused_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:

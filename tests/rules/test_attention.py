@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -101,8 +102,11 @@ def test_two_dropouts_differ_and_none_in_evaluation_does_not() -> None:
         ([(1, 4, 5, 5)], True),
         ([(1, 4, 5, 5), (1, 4, 5, 5)], True),
         ([(1, 4, 5, 5), None], False),
-        ([(2, 4, 5, 5)], False),
-        ([(1, 1, 5, 5)], False),
+        ([(2, 4, 5, 5)], True),
+        ([(1, 1, 5, 5)], True),
+        ([(3, 4, 5, 5)], False),
+        ([(1, 2, 5, 5)], False),
+        ([(1, 4, 1, 5)], False),
         ([(4, 5, 5)], False),
         ([None], False),
     ],
@@ -120,6 +124,12 @@ def test_a_bias_is_one_that_every_call_brings(biases: list[Any], biased: bool) -
 def test_no_other_tensor_comes_with_a_bias() -> None:
     _, reasons = match.check_attention(site_of(some_call(bias=(1, 4, 5, 5), tensors=("position_bias", "sinks"))))
     assert "attention.extra-inputs" in [reason.code for reason in reasons]
+
+
+def test_heads_of_keys_and_of_values_differ() -> None:
+    _, reasons = match.check_attention(site_of(some_call(key=(2, 2, 5, 8))))
+    found = [(reason.code, reason.detail) for reason in reasons]
+    assert ("attention.extra-inputs", "2 heads of keys and 4 of values") in found
 
 
 def test_heads_that_do_not_divide() -> None:
@@ -211,6 +221,31 @@ def test_probe_of_a_bias() -> None:
     for function in (bias_before_the_scale, bias_ignored):
         with pytest.raises(ProbeError, match="without a mask, with a bias"):
             probe_attention(function, nn.Module(), facts, "eager", {})
+
+
+def with_sinks(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **options: Any) -> Any:
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = scaling * (query @ key.mT) + (0.0 if mask is None else mask)
+    sinks = module.sinks.view(1, -1, 1, 1).expand(2, 4, 5, 1)
+    return (torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ value).transpose(1, 2), None
+
+
+def sinks_ignored(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **options: Any) -> Any:
+    return eager(module, query, key, value, mask, scaling, 0.0)
+
+
+def sinks_negated(module: Any, *args: Any, **options: Any) -> Any:
+    return with_sinks(types.SimpleNamespace(sinks=-module.sinks), *args, **options)
+
+
+def test_probe_of_sinks() -> None:
+    module, facts = nn.Module(), replace(FACTS, sink="sinks")
+    module.sinks = nn.Parameter(torch.zeros(4))
+    probe_attention(with_sinks, module, facts, "eager", {})
+    assert not module.sinks.any()
+    for function in (sinks_ignored, sinks_negated):
+        with pytest.raises(ProbeError, match="without a mask, with sinks"):
+            probe_attention(function, module, facts, "eager", {})
 
 
 def test_probe_expects_causality_where_the_module_has_it() -> None:

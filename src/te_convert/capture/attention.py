@@ -33,6 +33,7 @@ class AttentionCall:
         options: further arguments that are plain values, without those that are None.
         positional: arguments given by position.
         bias: shape of a float tensor that is added to the scores, one of ``tensors``; None without one.
+        sink: name of the module's own parameter that it passes as ``s_aux``, one of ``tensors``; "" without one.
     """
 
     fqn: str
@@ -49,6 +50,7 @@ class AttentionCall:
     options: tuple[tuple[str, Any], ...]
     positional: int
     bias: tuple[int, ...] | None = None
+    sink: str = ""
 
 
 class AttentionListener(Protocol):
@@ -75,6 +77,8 @@ def _describe(
     tensors, options = split_options(named)
     bias = named.get("position_bias")
     added = tuple(bias.shape) if isinstance(bias, torch.Tensor) and bias.is_floating_point() else None
+    given = named.get("s_aux")
+    sink = "" if given is None else next((name for name, own in module._parameters.items() if own is given), "")
 
     def call(fqn: str) -> AttentionCall:
         return AttentionCall(
@@ -92,6 +96,7 @@ def _describe(
             options=tuple(sorted(options.items())),
             positional=len(args),
             bias=added,
+            sink=sink,
         )
 
     return call

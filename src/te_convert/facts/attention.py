@@ -24,12 +24,24 @@ DIRECT = "direct"
 """Stands for an implementation where a module calls torch's scaled_dot_product_attention itself."""
 
 IGNORED_TENSORS = frozenset(
-    {"position_ids", "cache_position", "position_embeddings", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k", "labels"}
+    {
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "num_items_in_batch",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "labels",
+        "decoder_input_ids",
+    }
 )
 """Tensor arguments that Transformers passes through every layer and that SDPA and eager attention do not read."""
 
 BIAS = "position_bias"
 """Name under which Transformers' attention functions take what is added to the scaled scores."""
+
+SINK = "s_aux"
+"""Name under which they are given attention sinks: one more score for each head, of a key that has no value."""
 
 UNDERSTOOD = frozenset({"module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal", "softcap"})
 """Arguments whose meaning is known."""
@@ -42,13 +54,13 @@ def base_implementation(name: str) -> str:
     return next((base for base, ours in NAMES.items() if ours == name), name)
 
 
-def own_function(module: nn.Module, implementation: str) -> AttentionFunction | None:
-    """The function that a module's forward would get under an implementation, or None.
+def own_function(cls: type[nn.Module], implementation: str) -> AttentionFunction | None:
+    """The function that a class's forward would get under an implementation, or None.
 
     It is looked up as the forward does: in the interface and with the eager function that the forward's own file holds, since a
     model may bring its own of either.
     """
-    names: dict[str, Any] = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+    names: dict[str, Any] = getattr(inspect.unwrap(cls.forward), "__globals__", {})
     common = sys.modules.get("transformers.modeling_utils")
     interface = names.get("ALL_ATTENTION_FUNCTIONS", getattr(common, "ALL_ATTENTION_FUNCTIONS", None))
     found: AttentionFunction | None
@@ -68,7 +80,8 @@ class AttentionFacts:
         channels: size of a head of queries and keys, and of values.
         scale: factor of the scores.
         softcap: bound of the scores, 0 for none.
-        bias: every call brings a bias [1, heads, queries, keys] of the scores.
+        bias: every call brings a bias of the scores, of a shape that :func:`is_bias_shape` accepts.
+        sink: name of the module's parameter [heads] that every call brings as sinks, "" without.
     """
 
     heads: int
@@ -77,6 +90,12 @@ class AttentionFacts:
     scale: float
     softcap: float
     bias: bool = False
+    sink: str = ""
+
+
+def is_bias_shape(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether TE takes a bias of this shape: for all samples or each, all heads or each, every query and key of ``sizes``."""
+    return len(shape) == 4 and shape[0] in (1, sizes[0]) and shape[1] in (1, sizes[1]) and shape[2:] == sizes[2:]
 
 
 def is_understood(function: AttentionFunction, tensors: tuple[str, ...], options: Mapping[str, Any]) -> str:
@@ -102,6 +121,12 @@ def _parameters(function: AttentionFunction) -> frozenset[str]:
         return frozenset()
 
 
+def calls_itself(forward: Callable[..., Any]) -> bool:
+    """Whether a forward names torch's attention function in its own code, and is not the wrapper of another one."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and "scaled_dot_product_attention" in code.co_names and not hasattr(forward, "__wrapped__")
+
+
 def compared_names(source: str) -> frozenset[str]:
     """Implementations that a model's source compares its own with, and would take another way under another name."""
     found: set[str] = set()
@@ -115,9 +140,9 @@ def compared_names(source: str) -> frozenset[str]:
 def probe_attention(
     function: AttentionFunction, module: nn.Module, facts: AttentionFacts, implementation: str, options: Mapping[str, Any]
 ) -> None:
-    """Check that a function is softmax attention with these facts, on random tensors, without and with a mask.
+    """Check that a function is softmax attention with these facts, on random tensors, without and with masks.
 
-    Where the calls bring a bias, it is given one.
+    Where the calls bring a bias or sinks, it is given some.
 
     Without a mask SDPA is causal where the module is, and eager attention is full.
 
@@ -133,26 +158,41 @@ def probe_attention(
     plain = torch.ones(5, 5, dtype=torch.bool).tril() if causal else torch.ones(5, 5, dtype=torch.bool)
     added = torch.zeros(keep.shape).masked_fill(~keep, torch.finfo(torch.float32).min)
     given: dict[str, Any] = {name: value for name, value in options.items() if name != "output_attentions"}
-    bias = torch.randn(1, facts.heads, 5, 5, generator=generator) if facts.bias else None
+    bias = torch.randn(2, facts.heads, 5, 5, generator=generator) if facts.bias else None
     given |= {} if bias is None else {BIAS: bias}
-    for mask, visible in ((None, plain), (keep if implementation == "sdpa" else added, keep)):
+    sink = torch.randn(facts.heads, generator=generator) if facts.sink else None
+    if sink is not None:
+        module = _with_parameter(module, facts.sink, sink)
+        given[SINK] = getattr(module, facts.sink)
+    masks = ((None, plain), (added, keep), *(((keep, keep),) if implementation == "sdpa" else ()))
+    for mask, visible in masks:
         try:
             with torch.no_grad():
                 output = function(module, query, key, value, mask, scaling=facts.scale, dropout=0.0, **given)[0]
         except Exception as error:
             raise ProbeError(f"it raised {type(error).__name__}: {error}") from error
-        expected = _attention((query, key, value), facts, visible, bias)
+        expected = _attention((query, key, value), facts, visible, bias, sink)
         if output.shape != expected.shape:
             raise ProbeError(f"its output is {list(output.shape)}, not {list(expected.shape)}")
         difference = relative_error(output, expected)
         if not difference <= _TOLERANCE:
             where = "under a mask" if mask is not None else "without a mask"
-            where += "" if bias is None else ", with a bias"
+            where += ("" if bias is None else ", with a bias") + ("" if sink is None else ", with sinks")
             raise ProbeError(f"it differs from softmax attention by {difference:.1e} {where}")
 
 
-def _attention(tensors: tuple[Tensor, Tensor, Tensor], facts: AttentionFacts, visible: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(cap(scale · q @ k.T) + bias) @ v, as [b, s, h, d]."""
+def _with_parameter(module: nn.Module, name: str, value: Tensor) -> nn.Module:
+    """The same module with another value of one parameter."""
+    other: nn.Module = module.__class__.__new__(module.__class__)
+    other.__dict__.update(module.__dict__)
+    other.__dict__["_parameters"] = {**module._parameters, name: nn.Parameter(value, requires_grad=False)}
+    return other
+
+
+def _attention(
+    tensors: tuple[Tensor, Tensor, Tensor], facts: AttentionFacts, visible: Tensor, bias: Tensor | None, sink: Tensor | None
+) -> Tensor:
+    """softmax(cap(scale · q @ k.T) + bias) @ v, as [b, s, h, d]; with sinks in the sum below."""
     query, key, value = tensors
     repeats = facts.heads // facts.groups
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -160,4 +200,8 @@ def _attention(tensors: tuple[Tensor, Tensor, Tensor], facts: AttentionFacts, vi
     if facts.softcap:
         scores = facts.softcap * torch.tanh(scores / facts.softcap)
     scores = scores if bias is None else scores + bias
-    return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sink is None:
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+    column = sink.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return (torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)

@@ -18,9 +18,11 @@ from te_convert.capture.graph import Capture
 from te_convert.facts.attention import (
     BIAS,
     DIRECT,
+    SINK,
     AttentionFacts,
     base_implementation,
     compared_names,
+    is_bias_shape,
     is_understood,
     own_function,
     probe_attention,
@@ -61,9 +63,22 @@ class AttentionSite:
 
     @property
     def is_biased(self) -> bool:
-        """Every call brings a bias of the scores, one for all samples; else a call that brings one runs the original."""
+        """Every call brings a bias of the scores; else a call that brings one runs the original."""
         calls = [call for call in self.calls if _has_heads(call)]
-        return bool(calls) and all(call.bias == (1, *call.query[1:3], call.key[2]) for call in calls)
+        return bool(calls) and all(call.bias is not None and _fits(call, call.bias) for call in calls)
+
+    @property
+    def sink(self) -> str:
+        """Name of the module's parameter [heads] that all calls bring as sinks, or ""."""
+        names = {call.sink for call in self.calls}
+        parameter = self.site.module._parameters.get(next(iter(names))) if len(names) == 1 else None
+        fits = parameter is not None and parameter.shape == (self.calls[0].query[1],) and parameter.is_floating_point()
+        return self.calls[0].sink if fits else ""
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Names of tensors that all calls bring and that the replacement takes."""
+        return frozenset({*([BIAS] if self.is_biased else []), *([SINK] if self.sink else [])})
 
 
 def find_attention(modules: dict[str, nn.Module], capture: Capture, candidates: Iterable[Candidate]) -> dict[str, AttentionSite]:
@@ -138,18 +153,23 @@ def _compared(file: str) -> frozenset[str]:
 
 def _check_calls(found: AttentionSite) -> list[Reason]:
     """Refused only when no recorded call could run on TE because of its arguments; a single one falls back by itself."""
-    problems = [_problem(call, found.is_biased) for call in found.calls]
+    problems = [_problem(call, found.known) for call in found.calls]
     if all(problems):
         return [reason(ReasonCode.ATTENTION_EXTRA_INPUTS, problems[0])]
     dtypes = {str(call.dtype).removeprefix("torch.") for call in found.calls if call.dtype not in _DTYPES}
     return [reason(ReasonCode.DTYPE_UNSUPPORTED, f"queries are {', '.join(sorted(dtypes))}")] if dtypes else []
 
 
-def _problem(call: AttentionCall, biased: bool) -> str:
+def _problem(call: AttentionCall, known: frozenset[str]) -> str:
     if call.positional > 5 or not _has_heads(call):
         return f"{call.positional} positional arguments, queries of {len(call.query)} dimensions"
-    known = ("attn_mask" if call.implementation == DIRECT else BIAS) if biased else None
-    return is_understood(call.function, tuple(name for name in call.tensors if name != known), dict(call.options))
+    if call.key[1] != call.value[1]:
+        return f"{call.key[1]} heads of keys and {call.value[1]} of values"
+    return is_understood(call.function, tuple(name for name in call.tensors if name not in known), dict(call.options))
+
+
+def _fits(call: AttentionCall, bias: tuple[int, ...]) -> bool:
+    return is_bias_shape(bias, (*call.query[:3], call.key[2]))
 
 
 def _has_heads(call: AttentionCall) -> bool:
@@ -164,7 +184,7 @@ def _facts(found: AttentionSite) -> tuple[AttentionFacts | None, str]:
         if not isinstance(scale, int | float) or not isinstance(call.dropout, int | float):
             return None, "the scale or the dropout is no number"
         shapes = (call.query[1], call.key[1], (width, call.value[-1]))
-        seen.add(AttentionFacts(*shapes, float(scale), float(options.get("softcap") or 0.0), found.is_biased))
+        seen.add(AttentionFacts(*shapes, float(scale), float(options.get("softcap") or 0.0), found.is_biased, found.sink))
     dropouts = {float(call.dropout) for call in found.calls} - {0.0}
     if len(seen) > 1 or len(dropouts) > 1:
         return None, f"{len(seen)} combinations of heads, sizes, scale and softcap, {len(dropouts)} of dropout"
@@ -179,8 +199,8 @@ def softmax_scale(facts: AttentionFacts) -> float | None:
 
 
 def _check_function(found: AttentionSite, facts: AttentionFacts) -> list[Reason]:
-    call = next(call for call in found.calls if not _problem(call, found.is_biased))
-    function = own_function(found.site.module, found.implementation)
+    call = next(call for call in found.calls if not _problem(call, found.known))
+    function = own_function(type(found.site.module), found.implementation)
     same = function is call.function or call.implementation != found.implementation
     if function is None or not same:
         return [reason(ReasonCode.ATTENTION_NOT_RECOGNISED, "the function that was called cannot be found again")]

@@ -1,4 +1,4 @@
-"""Modules whose own forward calls torch's scaled_dot_product_attention, once per call."""
+"""Modules whose forward calls torch's scaled_dot_product_attention, by itself or through a helper function, once per call."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import fx, nn
 
 from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import Capture, Recording
-from te_convert.facts.attention import DIRECT
+from te_convert.facts.attention import DIRECT, calls_itself
 from te_convert.match.attention import AttentionSite
-from te_convert.match.attention_bias import position_bias
 from te_convert.match.candidate import Candidate
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -40,21 +39,23 @@ def find_direct_attention(
         unfit |= {fqn for fqn, count in counts.items() if count != ran[fqn]}
     by_name = {site.fqn: site for site in candidates} if calls else {}
     return {
-        fqn: AttentionSite(by_name[fqn], tuple(found), (), "it calls the function several times" if fqn in unfit else obstacle)
+        fqn: AttentionSite(by_name[fqn], tuple(found), (), _obstacle(fqn, modules[fqn], unfit, calls))
         for fqn, found in calls.items()
-        if fqn in by_name and (obstacle := _obstacle(modules[fqn])) is not None
+        if fqn in by_name and not type(modules[fqn]).__module__.startswith("torch.")
     }
 
 
-def _obstacle(module: nn.Module) -> str | None:
-    """Why giving the class's own forward other globals would not change what it calls, or ""; None for torch's own modules."""
-    forward = type(module).forward
-    if type(module).__module__.startswith("torch."):
-        return None
-    if "forward" in module.__dict__ or not inspect.isfunction(forward) or hasattr(forward, "__wrapped__"):
-        return "its forward was replaced or wrapped"
-    named = "scaled_dot_product_attention" in forward.__code__.co_names
-    return "" if named else "a helper function calls scaled_dot_product_attention"
+def _obstacle(fqn: str, module: nn.Module, unfit: Iterable[str], callers: Iterable[str]) -> str:
+    """Why the module's calls could not be told apart or be redirected, or ""."""
+    if fqn in unfit:
+        return "it calls the function several times"
+    if "forward" in module.__dict__ or not inspect.isfunction(type(module).forward):
+        return "its forward was replaced"
+    prefix = f"{fqn}." if fqn else ""
+    inside = next((other for other in callers if other != fqn and other.startswith(prefix)), None)
+    if inside is not None and not calls_itself(type(module).forward):
+        return f"a helper function calls scaled_dot_product_attention, and so does {inside} inside it"
+    return ""
 
 
 def _call(node: fx.Node, fqn: str, modules: dict[str, nn.Module], recording: Recording) -> AttentionCall | None:
@@ -64,7 +65,6 @@ def _call(node: fx.Node, fqn: str, modules: dict[str, nn.Module], recording: Rec
         return None
     query, key, value = (tuple(meta.shape) for meta in metas if meta is not None)
     dtype: Any = metas[0].dtype if metas[0] is not None else None
-    mask = given.get("attn_mask")
     return AttentionCall(
         fqn=fqn,
         implementation=DIRECT,
@@ -76,8 +76,7 @@ def _call(node: fx.Node, fqn: str, modules: dict[str, nn.Module], recording: Rec
         scaling=given.get("scale"),
         dropout=given.get("dropout_p") or 0.0,
         training=bool(recording.scenario.training) if recording.scenario.training is not None else modules[fqn].training,
-        tensors=() if mask is None else ("attn_mask",),
+        tensors=(),
         options=(("is_causal", bool(given.get("is_causal"))),),
         positional=3,
-        bias=position_bias(mask, modules) if isinstance(mask, fx.Node) else None,
     )

@@ -88,6 +88,7 @@ def constructor_arguments(spec: Spec, cls: type[nn.Module]) -> tuple[tuple[Any, 
             "softmax_scale": spec.softmax_scale,
             "attention_type": "cross",  # padding of queries and of keys is given apart
             **({"softcap": spec.softcap} if spec.softcap and "softcap" in names else {}),
+            **({"softmax_type": spec.softmax_type} if spec.softmax_type != "vanilla" and "softmax_type" in names else {}),
         }
     if isinstance(spec, GroupedExpertsSpec):
         return (spec,), {}
@@ -162,6 +163,8 @@ def parameter_names(spec: Spec) -> tuple[str, ...]:
         return ("weight", "bias") if spec.bias else ("weight",)
     if isinstance(spec, LayerNormSpec | RMSNormSpec):
         return ("weight", "bias") if isinstance(spec, LayerNormSpec) else ("weight",)
+    if isinstance(spec, DotProductAttentionSpec) and spec.softmax_type == "learnable":
+        return ("softmax_offset",)
     if isinstance(spec, DotProductAttentionSpec | MultiheadAttentionSpec | TransformerLayerSpec):
         return ()  # none of its own: its parts have them
     if isinstance(spec, GroupedExpertsSpec):

@@ -77,10 +77,11 @@ class LayerNormMLPSpec:
 
 @dataclass(frozen=True)
 class DotProductAttentionSpec:
-    """``te.DotProductAttention``: softmax(scale * q @ k.T + bias + mask) @ v in the layout "bshd"; it has no weights.
+    """``te.DotProductAttention``: softmax(scale * q @ k.T + bias + mask) @ v in the layout "bshd".
 
     ``softmax_scale`` None means 1 / sqrt(head size), ``softcap`` 0 none.  Mask type and window are given with each call, and the
-    bias [1, heads, queries, keys] where ``bias`` is True.
+    bias of the scores where ``bias`` is True.  It has no weights but for ``softmax_type`` "learnable", which adds a sink [heads]
+    to the sum below.
     """
 
     name: ClassVar[str] = "te.DotProductAttention"
@@ -92,6 +93,7 @@ class DotProductAttentionSpec:
     dtype: str
     softcap: float = 0.0
     bias: bool = False
+    softmax_type: str = "vanilla"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_channels", tuple(self.kv_channels))

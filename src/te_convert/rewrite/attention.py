@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import BIAS, DIRECT, NAMES, AttentionFunction, base_implementation, own_function
+from te_convert.facts.attention import BIAS, DIRECT, NAMES, SINK, AttentionFunction, base_implementation, own_function
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.reference.unsupported import NotSupportedError
@@ -84,7 +84,7 @@ class AttentionRecord(FusedRecord):
         return spec
 
     def _plan(self, call: AttentionInput) -> AttentionRun | None:
-        if not fits_module(call, self._spec, self.module, self.backend) or not understands(call, self._spec.bias):
+        if not fits_module(call, self._spec, self.module, self.backend) or not understands(call, self._spec, self.module):
             return None
         masking = find_masking(call, self._spec.bias)
         return None if masking is None else AttentionRun(call, masking)
@@ -124,10 +124,10 @@ class AttentionRecord(FusedRecord):
         base = DIRECT if self.is_direct else base_implementation(owner.config._attn_implementation)
         bias = torch.randn(1, spec.num_attention_heads, 7, 7, generator=generator).to(query) if spec.bias else None
         options: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
-        options |= {BIAS: bias} if spec.bias and not self.is_direct else {}
-        mask = bias if self.is_direct else None
+        options |= {BIAS: bias} if spec.bias else {}
+        options |= {SINK: self.module.softmax_offset} if spec.softmax_type == "learnable" else {}
         function = self.original_function(base)
-        call = AttentionInput(owner, query, key, value, mask, spec.softmax_scale, 0.0, options, base, function)
+        call = AttentionInput(owner, query, key, value, None, spec.softmax_scale, 0.0, options, base, function)
         masking = find_masking(call, spec.bias)
         assert masking is not None
         return ((AttentionRun(call, masking),), {})
@@ -157,7 +157,7 @@ class AttentionRecord(FusedRecord):
 
 
 def _original(module: nn.Module, base: str) -> AttentionFunction:
-    found = own_function(module, base)
+    found = own_function(getattr(module, "_te_base", type(module)), base)  # of a module that lends its sinks
     if found is None:
         raise RuntimeError(f"{type(module).__name__} has no {base} attention function")
     return found

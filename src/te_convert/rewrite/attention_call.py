@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from te_convert.facts.attention import BIAS, DIRECT, AttentionFunction, is_understood
+from te_convert.facts.attention import BIAS, DIRECT, SINK, AttentionFunction, is_bias_shape, is_understood
 from te_convert.replacements.specs import DotProductAttentionSpec
+from te_convert.rewrite.attention_bias import as_bias, combined_bias
 from te_convert.rewrite.attention_masks import MaskFacts, Pattern, mask_facts
 
 _SAME = 1e-6
@@ -45,8 +46,8 @@ class AttentionInput:
 
     @property
     def bias(self) -> Any:
-        """What a call of a site with a bias brings in its place: torch's own function takes it as a mask."""
-        return self.mask if self.base == DIRECT else self.options.get(BIAS)
+        """What a call of a site with a bias brings."""
+        return self.options.get(BIAS)
 
     def run(self) -> tuple[Tensor, Tensor | None]:
         """The original function's result: output [b, s, h, d], and the probabilities where it has them."""
@@ -72,7 +73,8 @@ class Masking:
         keys: how many of the keys are used, the first ones.
         padding: True for padding, of queries [b, 1, 1, sq] and of keys [b, 1, 1, skv]; None without.
         valid: bool [b, sq]: queries whose result is the original's; None for all.  The others are padding.
-        bias: what is added to the scores of these keys, [1, h, sq, keys]; None without.
+        bias: what is added to the scores of these keys, [1 or b, 1 or h, sq, keys]; None without.
+        hidden: bool [1 or b, 1 or h, sq, 1]: queries that see no key, whose result is 0; None where that cannot be.
     """
 
     mask_type: str
@@ -81,6 +83,7 @@ class Masking:
     padding: tuple[Tensor, Tensor] | None = None
     valid: Tensor | None = None
     bias: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class AttentionRun:
             bias = masking.bias.to(query.dtype).contiguous()
             options |= {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
         output: Tensor = module(query, key[:, :keys], value[:, :keys], **options)
-        return output.view(*output.shape[:-1], query.shape[2], value.shape[3])
+        output = output.view(*output.shape[:-1], query.shape[2], value.shape[3])
+        return output if masking.hidden is None else output.masked_fill(masking.hidden.transpose(1, 2), 0.0)
 
 
 def fits_module(call: AttentionInput, spec: DotProductAttentionSpec, module: Any, backend: str) -> bool:
@@ -138,11 +142,11 @@ def fits_module(call: AttentionInput, spec: DotProductAttentionSpec, module: Any
 
 
 def _fits_bias(call: AttentionInput) -> bool:
-    """A plain tensor for all samples; of the queries' dtype, unless autocast makes it so."""
+    """A plain tensor for all samples or for each, and all heads or each; of the queries' dtype, unless autocast makes it so."""
     query, bias = call.query, call.bias
     if type(bias) not in (Tensor, nn.Parameter) or not bias.is_floating_point():
         return False
-    fits: bool = bias.shape == (1, *query.shape[1:3], call.key.shape[2])
+    fits = is_bias_shape(tuple(bias.shape), (*query.shape[:3], call.key.shape[2]))
     return fits and (bias.dtype == query.dtype or torch.is_autocast_enabled(query.device.type))
 
 
@@ -161,15 +165,21 @@ def _fits_numbers(call: AttentionInput, spec: DotProductAttentionSpec, module: A
         return False
     if softcap and getattr(module, "softcap", 0.0) != softcap:  # an older TE, which has no softcap
         return False
+    if getattr(module, "softmax_type", "vanilla") != spec.softmax_type:  # or no sinks
+        return False
     return call.drops == (spec.attention_dropout if module.training else 0.0)
 
 
-def understands(call: AttentionInput, biased: bool) -> bool:
+def understands(call: AttentionInput, spec: DotProductAttentionSpec, module: Any) -> bool:
     """Whether further arguments leave the result alone: an unknown tensor does not, nor does a request for the probabilities.
 
-    The bias of a site that has one is known.
+    The bias of a site that has one is known, and so are sinks that are the TE module's own.
     """
-    options = {name: value for name, value in call.options.items() if name != BIAS or not biased}
+    sink = call.options.get(SINK)
+    if spec.softmax_type == "learnable" and sink is not module.softmax_offset:
+        return False
+    known = {*([BIAS] if spec.bias else []), *([SINK] if spec.softmax_type == "learnable" else [])}
+    options = {name: value for name, value in call.options.items() if name not in known}
     tensors = tuple(name for name, value in options.items() if _holds_tensor(value))
     plain = {name: value for name, value in options.items() if name not in tensors and value is not None}
     return not plain.get("output_attentions") and not is_understood(call.function, tensors, plain)
@@ -180,12 +190,21 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def find_masking(call: AttentionInput, biased: bool = False) -> Masking | None:
-    """How TE masks the call as the original does, or None; with the bias that the calls of its site bring."""
-    if not biased:
-        return _mask(call)
-    bias: Tensor = call.bias
-    masking = _mask(replace(call, mask=None) if call.base == DIRECT else call)
-    return None if masking is None else replace(masking, bias=bias[..., : masking.keys])
+    """How TE masks the call as the original does, or None; with the bias that the calls of its site bring.
+
+    A mask that TE has no type for becomes a bias of the scores.
+    """
+    masking = _mask(call)
+    if masking is not None:
+        return replace(masking, bias=call.bias[..., : masking.keys]) if biased else masking
+    if call.mask is None or (call.base == DIRECT and call.options.get("is_causal")):
+        return None
+    sizes = (*call.query.shape[:3], call.key.shape[2])
+    if biased:
+        found = combined_bias(call.mask, call.bias, sizes, call.query, eager=call.base == "eager")
+    else:
+        found = as_bias(call.mask, sizes, call.query, eager=call.base == "eager")
+    return None if found is None else Masking("no_mask", sizes[3], bias=found[0], hidden=found[1])
 
 
 def _mask(call: AttentionInput) -> Masking | None:

@@ -1,8 +1,10 @@
-"""Modules that call torch's scaled_dot_product_attention themselves: their forward runs with a stand-in among its globals.
+"""Modules that call torch's scaled_dot_product_attention: their forward runs with a stand-in among its globals.
 
     forward's globals:   F, nn, torch  ->  the same, but for F.scaled_dot_product_attention
 
-The class is swapped for a subclass, so that the module keeps its identity, and code that runs in no such forward is not touched.
+Where a helper function calls it for them (diffusers' attention processors), a TorchFunctionMode around the forward catches the
+call.  The class is swapped for a subclass, so that the module keeps its identity, and code that runs in no such forward is not
+touched.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from te_convert.facts.attention import DIRECT
+from te_convert.facts.attention import DIRECT, calls_itself
 from te_convert.rewrite.attention_call import AttentionInput
 from te_convert.rewrite.lazy import can_defer
 from te_convert.rewrite.loans import Borrower
@@ -66,6 +69,13 @@ def _redirected(forward: Any) -> Callable[..., Any]:
     return _FORWARDS[forward]
 
 
+class _Catch(TorchFunctionMode):
+    """Sends every call of torch's attention function to the stand-in."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (attend if func is _SDPA else func)(*args, **(kwargs or {}))
+
+
 class DirectAttention(Borrower):
     """A module whose call of scaled_dot_product_attention goes to te.DotProductAttention."""
 
@@ -77,10 +87,22 @@ class DirectAttention(Borrower):
             return self.eager(*args, **kwargs)
         stack = _RUNNING.__dict__.setdefault("stack", [])
         stack.append(self)
+        forward = self._te_base.forward
         try:
-            return _redirected(self._te_base.forward)(self, *args, **kwargs)
+            if calls_itself(forward):
+                return _redirected(forward)(self, *args, **kwargs)
+            with _Catch():
+                return forward(self, *args, **kwargs)
         finally:
             stack.pop()
+
+
+class SinkLender(Borrower):
+    """An attention module whose sinks live in te.DotProductAttention; its Linears take a deferred norm's output as it comes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward."""
+        return self._te_base.forward(self, *args, **kwargs)
 
 
 def _plain(value: Any) -> Any:

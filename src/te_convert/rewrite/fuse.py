@@ -12,6 +12,7 @@ from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.replacements.specs import WHOLE, DotProductAttentionSpec
 from te_convert.rewrite.attention import AttentionRecord, attach, detach
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
+from te_convert.rewrite.direct_attention import SinkLender
 from te_convert.rewrite.eager_attention import RULE, EagerRecord
 from te_convert.rewrite.experts import GroupedForward
 from te_convert.rewrite.fused import RECORDS, ROWS, DeferringNorm, FusedReader, FusedRecord
@@ -93,7 +94,7 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
             lend(module, FusedReader, ordered)
         else:
             module.__dict__[RECORDS] = record
-            lend(module, GroupedForward if role == "experts" else Borrower, ordered)
+            lend(module, {"experts": GroupedForward, "attention": SinkLender}.get(role, Borrower), ordered)
     for name, module in _inside_owner(record):
         decision = decisions.get(name)
         if decision is not None and decision.fused_into == fusion.fqn:

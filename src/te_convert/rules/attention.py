@@ -3,10 +3,11 @@
     attention(module, q, k, v, mask, scaling=, dropout=)        q [b, h, s, d], k and v [b, groups, s, d]
     te.DotProductAttention(q, k, v)                             the same as [b, s, heads, d]
 
-A bias that every call brings (``position_bias``, or a learnt ``attn_mask`` of torch's function) is TE's post-scale bias.
+A bias that every call brings (``position_bias``) is TE's post-scale bias, and so is a mask that TE has no type for.  Sinks
+(``s_aux``) are TE's learnable softmax offset.
 
 The module stays: the function that it asks Transformers for is exchanged, together with the one that makes its masks.  A module
-that calls torch's scaled_dot_product_attention itself gets a forward that calls the replacement.
+that calls torch's scaled_dot_product_attention gets a forward that calls the replacement.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from te_convert.match.attention import AttentionSite, check_attention, softmax_s
 from te_convert.match.fusion import Fusion, Member
 from te_convert.reasons import Reason
 from te_convert.replacements.specs import DotProductAttentionSpec, dtype_name
-from te_convert.weights.ops import WeightMap
+from te_convert.weights.ops import Move, WeightMap
 
 
 class AttentionRule:
@@ -40,6 +41,7 @@ class AttentionRule:
             dtype=dtype_name(found.calls[0].dtype),
             softcap=facts.softcap,
             bias=facts.bias,
+            softmax_type="learnable" if facts.sink else "vanilla",
         )
         return spec, reasons
 
@@ -55,5 +57,5 @@ class AttentionRule:
             rule=self.direct if found.implementation == DIRECT else self.id,
             members=(Member("attention", fqn),),
             spec=spec,
-            weights=WeightMap(()),
+            weights=WeightMap((Move(found.sink, "softmax_offset"),) if found.sink else ()),
         )

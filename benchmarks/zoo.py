@@ -92,10 +92,12 @@ def count(report: Any) -> Row:
     eager = [s for s in attention if "attention.eager-region" in {r.code for r in s.reasons}]
     attention = [s for s in attention if s not in eager]
     done = ("CONVERTED", "FUSED")
+    ran = report.parity.executed
+    routed = [s for s in attention if str(s.outcome) in done and s.executed != 0 and ran.get(s.fused_into, 1)]
     return {
         "linears": [sum(str(s.outcome) in done for s in linears), len(linears)],
         "norms": [sum(str(s.outcome) == "FUSED" for s in fusable), len(fusable)],
-        "attention": [sum(str(s.outcome) in done and s.executed > 0 for s in attention), len(attention)],
+        "attention": [len(routed), len(attention)],
         "eager": len(eager),
     }
 

@@ -22,7 +22,7 @@ from te_convert.errors import InputError
 from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
-from te_convert.replacements.specs import DotProductAttentionSpec, torch_dtype
+from te_convert.replacements.specs import torch_dtype
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.fused import fused_record
@@ -222,8 +222,8 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
     fusions = [record.decision for module in converted.modules() if (record := fused_record(module)) is not None]
-    attention = any(isinstance(fusion.spec, DotProductAttentionSpec) for fusion in fusions)
-    reference = record_reference(original, scenarios, hide_padding=attention)
+    padded = any(fusion.skips_padding for fusion in fusions)
+    reference = record_reference(original, scenarios, hide_padding=padded)
     if not reference.runs:
         raise InputError(f"the original fails on the inputs: {'; '.join(reference.notes)}", "pass inputs that it takes")
     sites = dict(converted_modules(converted))

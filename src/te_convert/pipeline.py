@@ -24,7 +24,6 @@ from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.reasons import ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
-from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.rewrite.precision import tell_precision
@@ -80,7 +79,7 @@ class Conversion:
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
-                padded = any(isinstance(fusion.spec, DotProductAttentionSpec) for fusion in plan.fusions)
+                padded = any(fusion.skips_padding for fusion in plan.fusions)
                 reference = record_reference(target, scenarios, hide_padding=padded)
         with self._timed("rewrite"):
             applied, plan = self._apply(target, plan)

@@ -69,6 +69,7 @@ class ReasonCode(str, Enum):
     MOE_FORM = "moe.form"
     BLOCK_FORM = "block.form"
     BLOCK_DROPOUT = "block.dropout"
+    BLOCK_CACHE = "block.cache"
     ATTENTION_FORM = "attention.form"
     ATTENTION_MIXED = "attention.mixed-use"
     ATTENTION_WEIGHTS = "attention.weights-asked"
@@ -303,6 +304,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "The layer has dropout where te.TransformerLayer has none, so it is converted in parts.",
         "set dropout to 0 to convert the layer as a whole",
+    ),
+    ReasonCode.BLOCK_CACHE: ReasonInfo(
+        _A,
+        "The recorded calls fill a cache of keys and values, which te.TransformerLayer does not: it is converted in parts.",
+        "for a model that only trains or encodes, convert with use_cache=False among the example inputs",
     ),
     ReasonCode.ATTENTION_FORM: ReasonInfo(_A, "The attention module has a form that te.MultiheadAttention lacks.", "nothing to do"),
     ReasonCode.ATTENTION_WEIGHTS: ReasonInfo(

@@ -19,7 +19,7 @@ import te_convert
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.rewrite.fused import fused_record
-from tests.rewrite import attention_models
+from tests.rewrite import attention_models, layer_models
 from tests.rewrite.rewrite_samples import perturb
 from tests.te_contract.te_on_cpu import needs_te, te_on_cpu
 
@@ -144,6 +144,13 @@ CASES: dict[str, Case] = {
     "mistral": transformers_case(
         "mistral", {"Linear": 3, "RMSNorm": 1, "LayerNormLinear": 2, "LayerNormMLP": 2, "DotProductAttention": 2}
     ),
+    "gpt2, whole layers": Case(
+        layer_models.gpt2, layer_models.inputs("gpt2"), {"Linear": 1, "LayerNorm": 1, "TransformerLayer": 2}
+    ),
+    "bert, whole layers": Case(
+        layer_models.bert, layer_models.inputs("bert"), {"Linear": 1, "LayerNorm": 1, "TransformerLayer": 2}
+    ),
+    "clip, whole layers": Case(layer_models.clip_text, layer_models.inputs("clip"), {"LayerNorm": 1, "TransformerLayer": 2}),
     "bert": transformers_case("bert", {"Linear": 9, "LayerNorm": 5, "DotProductAttention": 2}),
     "vit": transformers_case("vit", {"Linear": 5, "LayerNorm": 1, "LayerNormLinear": 4, "DotProductAttention": 2}),
     "whisper": transformers_case("whisper", {"Linear": 7, "LayerNorm": 1, "LayerNormLinear": 8, "DotProductAttention": 3}),
@@ -372,7 +379,7 @@ def test_masks_of_torchs_layers() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "gpt2, whole layers", "bert, whole layers"])
 def test_padded_batches(name: str, side: str) -> None:
     """Right padding runs on TE; left padding falls back to the original attention, as TE's backends do not agree on it."""
     case = CASES[name]
@@ -384,13 +391,13 @@ def test_padded_batches(name: str, side: str) -> None:
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "whisper"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt2, whole layers", "mistral", "whisper"])
 def test_generation_with_a_cache(name: str) -> None:
     """The same tokens, one query at a time over a growing cache."""
     case = CASES[name]
     original: Any = case.model()
     model = convert(case, original)
-    arguments = {key: value for key, value in case.inputs.items() if key != "decoder_input_ids"}
+    arguments = {key: value for key, value in case.inputs.items() if key not in ("decoder_input_ids", "use_cache")}
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(**arguments, **options), original.generate(**arguments, **options))
 

@@ -35,6 +35,7 @@ class ModuleCall:
         leaf: the call is one ``call_module`` node of the graph.
         raised: the call ended in an exception.
         single: the result is one tensor and nothing else.
+        given: what each argument was, positional first: "tensor", ``repr`` of a plain value, or the name of its class.
     """
 
     fqn: str
@@ -49,6 +50,7 @@ class ModuleCall:
     output: fx.Node | None = None
     raised: bool = False
     single: bool = False
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from te_convert.capture.preserve import copy_inputs
 from te_convert.capture.producers import ProducerMap
 from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import first_tensor, iter_tensors
-from te_convert.capture.values import find_tensors, is_plain
+from te_convert.capture.values import describe_argument, find_tensors, is_plain
 
 _VALUE_READS = frozenset(
     {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "equal", "is_nonzero", "__contains__"}
@@ -48,6 +48,7 @@ def _start(
         dtype=None if first is None else first.dtype,
         output_dtype=None,
         leaf=leaf,
+        given=tuple(map(describe_argument, (*args, *kwargs.values()))),
     )
 
 

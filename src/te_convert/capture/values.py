@@ -17,6 +17,13 @@ _NUMBERS = (bool, int, float, complex, str)
 _PLAIN = (*_NUMBERS, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
+def describe_argument(value: Any) -> str:
+    """What an argument is: "tensor", ``repr`` of None, a number or a string, or the name of its class."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
 def find_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in nested arguments, also in slices."""
     found: list[torch.Tensor] = []

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from te_convert.replacements.specs import Spec, spec_from_dict, spec_to_dict
+from te_convert.replacements.specs import DotProductAttentionSpec, Spec, spec_from_dict, spec_to_dict
 from te_convert.weights.ops import WeightMap, weight_map_from_dict, weight_map_to_dict
 
 
 @dataclass(frozen=True)
 class Member:
-    """One module of a fusion and what it is there: "norm", "linear", "gate", "up", "fc1", "fc2", "owner", "attention"."""
+    """One module of a fusion and what it is there: "norm", "linear", "gate", "up", "fc1", "fc2", "attention", ...
+
+    An "owner" leaves its place to the TE module; a "block" stays there and lets the TE module do all its work.
+    """
 
     role: str
     fqn: str
@@ -46,6 +49,17 @@ class Fusion:
     def member(self, role: str) -> str | None:
         """Name of the first member with a role, or None."""
         return next((member.fqn for member in self.members if member.role == role), None)
+
+    @property
+    def whole(self) -> str | None:
+        """Name of the module all of whose work the TE module does, or None."""
+        owner = self.member("owner")
+        return self.member("block") if owner is None else owner
+
+    @property
+    def skips_padding(self) -> bool:
+        """Its outputs at padded positions may be other ones."""
+        return isinstance(self.spec, DotProductAttentionSpec) or self.member("block") is not None
 
     def to_dict(self) -> dict[str, Any]:
         """The fusion as plain JSON values."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,9 @@ from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.replacements.specs import Spec
 from te_convert.weights.ops import WeightMap
 
+Runs = Callable[[Tensor], list[tuple[dict[str, Any], dict[str, Any]]]]
+"""From an input: further arguments of the block, and what they are for TE's layer, of each run."""
+
 _TOLERANCE = 2e-5
 """max|a - b| / max|a| in float32, as verify/tolerance.py has it for a whole model."""
 _APPROXIMATE = 2e-2
@@ -19,7 +25,12 @@ _APPROXIMATE = 2e-2
 _MAX_TOKENS = 64
 
 
-def first_difference(block: Block, spec: Spec, weights: WeightMap, approximate: bool = False) -> str:
+def _plainly(x: Tensor) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    del x
+    return [({}, {})]
+
+
+def first_difference(block: Block, spec: Spec, weights: WeightMap, approximate: bool = False, runs: Runs = _plainly) -> str:
     """Empty when the twin of ``spec`` with the block's weights gives the block's results at two shapes, else what differs."""
     shape = block.site.calls[0].input_shape
     if shape is None or len(shape) != 3 or block.is_meta:
@@ -32,15 +43,17 @@ def first_difference(block: Block, spec: Spec, weights: WeightMap, approximate: 
     converted = weights.to_te(tensors)
     for size in ((batch, length, width), (1, max(length // 2, 1), width)):
         x = random_input(size, next(iter(tensors.values())))
-        try:
-            with isolated():
-                y = torch.func.functional_call(block.site.module, tensors, (x.clone(),))
-                z = torch.func.functional_call(twin, converted, (x.clone(),))
-        except Exception as error:  # whatever foreign code raises
-            return f"it does not run alone on {list(size)}: {brief(error)}"
-        difference = _difference(y, z)
-        if difference > (_APPROXIMATE if approximate else _TOLERANCE):
-            return f"{spec.name} with its weights differs by {difference:.1e} on {list(size)}"
+        for given, translated in runs(x):
+            try:
+                with isolated():
+                    y = torch.func.functional_call(block.site.module, tensors, (x.clone(),), given)
+                    z = torch.func.functional_call(twin, converted, (x.clone(),), translated)
+            except Exception as error:  # whatever foreign code raises
+                return f"it does not run alone on {list(size)}: {brief(error)}"
+            difference = _difference(y, z)
+            if difference > (_APPROXIMATE if approximate else _TOLERANCE):
+                under = f" with {', '.join(given)}" if given else ""
+                return f"{spec.name} with its weights differs by {difference:.1e} on {list(size)}{under}"
     return ""
 
 

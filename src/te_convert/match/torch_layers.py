@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from te_convert.facts.activations import probe_activation
 from te_convert.match.blocks import Block
 from te_convert.match.fusion import Member
 from te_convert.match.guards import BEFORE_PROBES, executed, te_dtype
+from te_convert.match.layer_calls import is_idle_hook
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.weights.ops import Fill, Move, Rows, WeightMap, WeightOp
 
@@ -45,9 +46,15 @@ def site_obstacles(block: Block) -> Iterator[Reason]:
             yield found
 
 
+def has_hooks(module: nn.Module, collected: Mapping[str, Any] | None = None) -> bool:
+    """Whether a module has hooks that would run now; ``collected`` is what Transformers' own are asked for."""
+    hooks = [hook for name in _HOOKS for hook in module.__dict__[name].values()]
+    return any(not is_idle_hook(hook, collected) for hook in hooks)
+
+
 def part_obstacles(module: nn.Module, children: frozenset[str]) -> Iterator[Reason]:
     """Hooks, special parameters, own buffers and replaced forwards of a module that becomes one with ``children`` of TE's names."""
-    hooked = [name for name, child in module.named_modules() if name and any(child.__dict__.get(hooks) for hooks in _HOOKS)]
+    hooked = [name for name, child in module.named_modules() if name and has_hooks(child)]
     if hooked:
         yield reason(ReasonCode.MODULE_HOOKS, f"hooks on {', '.join(hooked[:3])} would not run")
     patched = [name for name, child in module.named_modules() if "forward" in child.__dict__]

@@ -54,14 +54,40 @@ class Parts:
     last: fx.Node
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What an attention may have: a mask, and a cache of keys and values."""
+
+    masked: bool
+    cached: bool
+
+
 def parse_block(block: Block, recording: Recording, call: ModuleCall) -> Parts:
-    """The parts of one recorded call.
+    """The parts of one recorded call with one tensor and nothing else.
 
     Raises:
         BlockError: it is not of one of the three forms.
     """
-    if call.n_positional != 1 or call.keywords or len(call.args) != 1 or call.args[0] is None or call.output is None:
+    if call.n_positional != 1 or call.keywords or len(call.args) != 1:
         raise BlockError("it takes more than one tensor")
+    return find_parts(block, call)
+
+
+def find_parts(block: Block, call: ModuleCall, *, masked: bool = False, cached: bool = False) -> Parts:
+    """The parts of one recorded call whose first tensor is the block's input.
+
+    Args:
+        block: what is looked at.
+        call: one of its calls.
+        masked: its attention may have a mask; what it does without one, only numbers show.
+        cached: keys and values may go through a cache.
+
+    Raises:
+        BlockError: it is not of one of the three forms.
+    """
+    if not call.args or call.args[0] is None or call.output is None:
+        raise BlockError("its input or output is not known")
+    form = _Form(masked, cached)
     x, out = _look_through(call.args[0], block), _look_through(call.output, block)
     post = _is_norm(out, block)
     top = out.all_input_nodes[0] if post else out
@@ -73,13 +99,13 @@ def parse_block(block: Block, recording: Recording, call: ModuleCall) -> Parts:
     inputs = _linears_behind(down, block)
     norm_out = _source(inputs[0], block)
     if post:
-        return _post_norm(block, x, out, terms, down, inputs)
+        return _post_norm(block, form, (x, out), terms, down, inputs)
     mlp_norm = norm_out
     if not _is_norm(mlp_norm, block):
         raise BlockError("no norm stands before the MLP")
     proj = _projection(terms, block)
     core = _core_of(proj, block)
-    qkv = _qkv(core, block)
+    qkv = _qkv(core, block, form)
     norm = _source(qkv[0], block)
     if not _is_norm(norm, block) or any(_source(node, block) is not norm for node in qkv):
         raise BlockError("no norm stands before the attention")
@@ -88,20 +114,23 @@ def parse_block(block: Block, recording: Recording, call: ModuleCall) -> Parts:
     order = "parallel" if _source(mlp_norm, block) is x else "pre"
     if order == "pre" and not _is_sum_of(_source(mlp_norm, block), (x, proj), block, x):
         raise BlockError("its second norm does not read the first residual")
-    return _parts(order, (norm, mlp_norm), qkv, proj, inputs, down, core)
+    return _parts(order, (norm, mlp_norm), qkv, proj, inputs, down, core, form)
 
 
-def _post_norm(block: Block, x: fx.Node, out: fx.Node, terms: list[fx.Node], down: fx.Node, inputs: list[fx.Node]) -> Parts:
+def _post_norm(
+    block: Block, form: _Form, ends: tuple[fx.Node, fx.Node], terms: list[fx.Node], down: fx.Node, inputs: list[fx.Node]
+) -> Parts:
+    x, out = ends
     middle = _source(inputs[0], block)
     if not _is_norm(middle, block) or set(terms) != {middle, down}:
         raise BlockError("its second residual is not the first norm's output")
     inner = _terms(middle.all_input_nodes[0], block, x)
     proj = _projection(inner, block)
     core = _core_of(proj, block)
-    qkv = _qkv(core, block)
+    qkv = _qkv(core, block, form)
     if set(inner) != {x, proj} or any(_source(node, block) is not x for node in qkv):
         raise BlockError("its first residual is not its input")
-    return _parts("post", (middle, out), qkv, proj, inputs, down, core)
+    return _parts("post", (middle, out), qkv, proj, inputs, down, core, form)
 
 
 def _parts(
@@ -112,6 +141,7 @@ def _parts(
     inputs: list[fx.Node],
     down: fx.Node,
     core: AttentionCore,
+    form: _Form,
 ) -> Parts:
     shape = core.query.meta["tensor_meta"].shape
     if len(shape) != 4:
@@ -124,19 +154,20 @@ def _parts(
         inputs=tuple(str(node.target) for node in inputs),
         down=str(down.target),
         heads=int(shape[1]),
-        is_causal=_is_causal(core.output) if core.is_call else None,
+        is_causal=_is_causal(core.output, form.masked) if core.is_call else None,
         first=inputs[0],
         last=down,
     )
 
 
-def _is_causal(sdpa: fx.Node) -> bool:
-    """Raises BlockError for a mask, an own scale, dropout or grouped heads."""
+def _is_causal(sdpa: fx.Node, masked: bool) -> bool | None:
+    """None where a mask may decide; raises BlockError for grouped heads, and elsewhere for a mask or dropout too."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = {**dict(zip(names, sdpa.args, strict=False)), **sdpa.kwargs}
-    if given.get("attn_mask") is not None or given.get("dropout_p") or given.get("enable_gqa"):
+    masks = given.get("attn_mask") is not None or given.get("dropout_p")
+    if given.get("enable_gqa") or (masks and not masked):
         raise BlockError("its attention has a mask, dropout or grouped heads")
-    return bool(given.get("is_causal", False))
+    return None if masked else bool(given.get("is_causal", False))
 
 
 def _is_norm(node: fx.Node, block: Block) -> bool:
@@ -209,7 +240,7 @@ def _projection(terms: list[fx.Node], block: Block) -> fx.Node:
     return found[0]
 
 
-def _qkv(core: AttentionCore, block: Block) -> list[fx.Node]:
+def _qkv(core: AttentionCore, block: Block, form: _Form) -> list[fx.Node]:
     """The Linears behind queries, keys and values: three, or one for all."""
     found = []
     for start in (core.query, core.key, core.value):
@@ -220,6 +251,9 @@ def _qkv(core: AttentionCore, block: Block) -> list[fx.Node]:
                 or name_of(node) in SHAPES
                 or (not core.is_call and name_of(node) in ("mul", "div", "truediv"))
             )
+            if form.cached and name_of(node) == "cat":  # what was there before, and the new keys or values
+                node, steps = node.all_input_nodes[-1], steps + 1
+                continue
             if not known or len(node.all_input_nodes) != 1 or steps > _MAX_STEPS:
                 raise BlockError(f"{node_name(node)} stands between the projections and the attention")
             node, steps = node.all_input_nodes[0], steps + 1

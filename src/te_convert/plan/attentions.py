@@ -62,7 +62,7 @@ def settle_attention(
         decisions: of attention modules.
         own: attention fusions.
     """
-    whole = {owner: fusion for fusion in fusions if (owner := fusion.member("owner")) is not None}
+    whole = {owner: fusion for fusion in fusions if (owner := fusion.whole) is not None}
     kept = []
     for fusion in own:
         around = next((other for owner, other in whole.items() if not owner or f"{fusion.scope}.".startswith(f"{owner}.")), None)

@@ -228,6 +228,11 @@ def attach(root: nn.Module, record: AttentionRecord) -> None:
             raise ValueError(f"{record.decision.scope} is part of another fusion")
         lend(module, DirectAttention, {})
         return
+    exchange(root, record, module)
+
+
+def exchange(root: nn.Module, record: Any, module: Any) -> None:
+    """Let an attention module and the models around a fusion ask for the stand-ins; ``record.configs`` says which do now."""
     register()
     holders = [module, *_enclosing(root, record.decision)]
     for config in {id(holder.config): holder.config for holder in holders}.values():
@@ -252,9 +257,14 @@ def detach(root: nn.Module, record: AttentionRecord) -> None:
     record.owner.__dict__.pop(RECORD, None)
     if record.is_direct and is_borrower(record.owner):
         give_back(record.owner, {})
-    others = [other for module in root.modules() if isinstance(other := module.__dict__.get(SITE_ATTRIBUTE), AttentionRecord)]
+    exchange_back(root, record)
+
+
+def exchange_back(root: nn.Module, record: Any) -> None:
+    """Undo :func:`exchange`, but for configs that other sites of the model need."""
+    others = [other for module in root.modules() if (other := module.__dict__.get(SITE_ATTRIBUTE)) is not None]
     for config in record.configs:
-        if not any(config is needed for other in others if other is not record for needed in other.configs):
+        if not any(config is needed for other in others if other is not record for needed in getattr(other, "configs", ())):
             config._attn_implementation_internal = base_implementation(config._attn_implementation)
     record.configs.clear()
 

@@ -40,14 +40,14 @@ def translate_call(record: FusedRecord, args: tuple[Any, ...], kwargs: dict[str,
     values = dict(list(bound.arguments.items())[1:])
     if not all(can_defer(value) and not value.is_nested for value in values.values() if isinstance(value, Tensor)):
         return None
-    if (record.module.training and any(map(_drops, owner.modules()))) or not record.intact():
+    if (record.module.training and any(map(drops, owner.modules()))) or not record.intact():
         return None
-    if isinstance(record.decision.spec, TransformerLayerSpec) and _would_round_residuals(values.values()):
+    if isinstance(record.decision.spec, TransformerLayerSpec) and would_round_residuals(values.values()):
         return None
     return TRANSLATIONS[record.decision.rule](record, values)
 
 
-def _would_round_residuals(values: Iterable[Any]) -> bool:
+def would_round_residuals(values: Iterable[Any]) -> bool:
     """Under autocast te.TransformerLayer has its residual stream in the low precision, where the original keeps its input's."""
     tensors = [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return any(
@@ -56,7 +56,7 @@ def _would_round_residuals(values: Iterable[Any]) -> bool:
     )
 
 
-def _drops(module: nn.Module) -> bool:
+def drops(module: nn.Module) -> bool:
     """A dropout that is active in training, also one that was switched on after the conversion."""
     if isinstance(module, nn.MultiheadAttention):
         return bool(module.dropout > 0)

@@ -10,7 +10,7 @@ from te_convert.match.groups import inside
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision
 from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.replacements.specs import WHOLE, DotProductAttentionSpec
-from te_convert.rewrite.attention import AttentionRecord, attach, detach
+from te_convert.rewrite.attention import AttentionRecord, attach, detach, exchange, exchange_back
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
 from te_convert.rewrite.direct_attention import SinkLender
 from te_convert.rewrite.eager_attention import RULE, EagerRecord
@@ -21,6 +21,7 @@ from te_convert.rewrite.fused_parameters import Own, fill_parameters, own_parame
 from te_convert.rewrite.loans import LOANS, Borrower, Loan, give_back, is_borrower, lend
 from te_convert.rewrite.nested import quiet_children
 from te_convert.rewrite.site import site_class
+from te_convert.rewrite.transformers_layer import LayerRecord, TransformersLayer
 from te_convert.weights.ops import Concat, SwapHalves
 
 
@@ -58,6 +59,8 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
             attach(root, record)
         elif isinstance(record, EagerRecord):
             record.attach()
+        elif isinstance(record, LayerRecord):
+            exchange(root, record, record.attends)
     except BaseException:
         restore_fusion(root, record, own)
         raise
@@ -67,6 +70,8 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
 def _record_class(fusion: Fusion) -> type[FusedRecord]:
     if fusion.rule == RULE:
         return EagerRecord
+    if fusion.member("block") is not None:
+        return LayerRecord
     return AttentionRecord if isinstance(fusion.spec, DotProductAttentionSpec) else FusedRecord
 
 
@@ -76,6 +81,10 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
         decision = decisions.get(member.fqn)
         if decision is not None:
             module.__dict__[MEMBER_ATTRIBUTE] = decision
+        if role == "block":
+            module.__dict__[RECORDS] = record
+            lend(module, TransformersLayer, {})
+            continue
         prefix = inside(member.fqn, fusion.scope)
         loans = {
             source.rpartition(".")[2]: Loan(record, source)
@@ -102,9 +111,10 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
 
 
 def _inside_owner(record: FusedRecord) -> list[tuple[str, nn.Module]]:
-    """The modules inside a module that became one TE module, also those that own nothing (an attention), by their names."""
-    prefix = f"{record.decision.member('owner')}." if record.decision.member("owner") else ""
-    return [(prefix + name, part) for owner in record.role("owner") for name, part in owner.named_modules() if name]
+    """The modules inside a module whose work one TE module does, also those that own nothing (an attention), by their names."""
+    prefix = f"{record.decision.whole}." if record.decision.whole else ""
+    owners = (*record.role("owner"), *record.role("block"))
+    return [(prefix + name, part) for owner in owners for name, part in owner.named_modules() if name]
 
 
 def _rows(loans: dict[str, Loan]) -> int:
@@ -122,7 +132,7 @@ def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
     """Into the module tree: in place of the owner, or as one more child beside the readers."""
     fusion = record.decision
     parent_name, _, name = fusion.fqn.rpartition(".")
-    if not isinstance(fusion.spec, WHOLE):
+    if not isinstance(fusion.spec, WHOLE) or record.role("block"):
         root.get_submodule(parent_name)._modules[name] = module
         return
     owner = record.role("owner")[0]
@@ -183,6 +193,8 @@ def _detach(root: nn.Module, record: FusedRecord) -> None:
         detach(root, record)
     elif isinstance(record, EagerRecord):
         record.detach()
+    elif isinstance(record, LayerRecord):
+        exchange_back(root, record)
 
 
 def _lend_from(norm: nn.Module, record: FusedRecord) -> None:

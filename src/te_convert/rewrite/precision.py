@@ -51,6 +51,6 @@ def _members(applied: Applied) -> Iterator[tuple[str, nn.Module]]:
         record = fused_record(site)
         for (role, module), member in zip(record.members, record.decision.members, strict=True) if record is not None else ():
             yield member.fqn, module
-            for name, part in module.named_modules() if role == "owner" else ():
+            for name, part in module.named_modules() if role in ("owner", "block") else ():
                 if name:
                     yield f"{member.fqn}.{name}" if member.fqn else name, part

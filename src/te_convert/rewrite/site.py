@@ -178,7 +178,7 @@ def attribute_of_owner(site: nn.Module, name: str) -> Any:
         return nn.Module.__getattr__(site, name)
     except AttributeError:
         record = fused_record(site)
-        if record is None or name.startswith("__"):
+        if record is None or name.startswith("__") or not record.role("owner"):
             raise
         return getattr(record.role("owner")[0], name)
 

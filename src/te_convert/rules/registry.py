@@ -17,12 +17,14 @@ from te_convert.rules.shared_linear import SharedLinearRule
 from te_convert.rules.torch_attention import TorchAttentionRule
 from te_convert.rules.torch_layer import TorchDecoderLayerRule, TorchEncoderLayerRule
 from te_convert.rules.transformer_block import TransformerBlockRule
+from te_convert.rules.transformers_layer import TransformersLayerRule
 
 BUILTIN_RULES: tuple[AnyRule, ...] = (LinearRule(), Conv1DRule(), LayerNormRule(), RMSNormRule())
 BLOCK_RULES: tuple[BlockRule, ...] = (
     TorchEncoderLayerRule(),
     TorchDecoderLayerRule(),
     TorchAttentionRule(),
+    TransformersLayerRule(),
     TransformerBlockRule(),
     ExpertsRule(),
 )

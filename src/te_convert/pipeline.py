@@ -24,6 +24,7 @@ from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.reasons import ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
+from te_convert.replacements.build import why_not_built
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.rewrite.precision import tell_precision
@@ -75,7 +76,7 @@ class Conversion:
         with self._timed("capture"):
             scenarios, captured, notes = observe(target, self.given, self.config)
         with self._timed("plan"):
-            plan = make_plan(target, captured, self.config, notes)
+            plan = self._fit(make_plan(target, captured, self.config, notes))
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
@@ -91,6 +92,15 @@ class Conversion:
         if plan.converting:
             model.__dict__[PLAN_ATTRIBUTE] = plan
         return model, report, plan
+
+    def _fit(self, plan: Plan) -> Plan:
+        """Without what the installed Transformer Engine cannot build."""
+        wanted = [(site.fqn, site.spec) for site in plan.swaps if site.spec is not None]
+        wanted += [(fusion.fqn, fusion.spec) for fusion in plan.fusions]
+        for fqn, spec in wanted:
+            why = why_not_built(spec, self.backend.name)
+            plan = plan.refuse(fqn, reason(ReasonCode.RUNTIME_TE_TOO_OLD, why)) if why else plan
+        return plan
 
     def _finish(self, applied: Applied, plan: Plan, reference: Reference) -> Converted:
         """Verify the rewrite, put failing sites back, and report."""

@@ -49,6 +49,7 @@ class ReasonCode(str, Enum):
     ALIGNMENT_FEATURES = "alignment.features"
     ALIGNMENT_ROWS = "alignment.rows"
     RECIPE_LOW_SQNR = "recipe.low-sqnr"
+    RUNTIME_TE_TOO_OLD = "runtime.te-too-old"
     CAPTURE_NO_GRAPH = "capture.no-graph"
     PARAMETER_NEW_OBJECT = "parameter.new-object"
     NORM_ROUNDING = "norm.rounding"
@@ -199,6 +200,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "Emulated on the example inputs, the recipe costs too much accuracy here, so this site stays in high precision.",
         "pass min_sqnr= (--min-sqnr) to accept more noise or less; take another recipe",
+    ),
+    ReasonCode.RUNTIME_TE_TOO_OLD: ReasonInfo(
+        _R,
+        "The installed Transformer Engine does not know what this replacement needs: a class, an argument or an activation.",
+        "upgrade transformer-engine, or use backend='reference'",
     ),
     ReasonCode.CAPTURE_NO_GRAPH: ReasonInfo(
         _A,

@@ -7,6 +7,7 @@ initialised and no random number is drawn.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from torch import nn
 
 from te_convert import reference
 from te_convert.errors import EnvironmentLacksError
-from te_convert.replacements.experts import META, experts_class
+from te_convert.replacements.experts import META, experts_class, grouped_arguments
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
     GroupedExpertsSpec,
@@ -29,13 +30,14 @@ from te_convert.replacements.specs import (
     TransformerLayerSpec,
     torch_dtype,
 )
+from te_convert.replacements.te_support import import_te, lacks, te_class
 
 
 def module_class(spec: Spec, backend: str) -> type[nn.Module]:
     """The class that carries out a spec on a backend ("reference" or "te").
 
     Raises:
-        EnvironmentLacksError: the backend is "te" and its import fails.
+        EnvironmentLacksError: the backend is "te", and its import fails or this version has no such class.
     """
     if isinstance(spec, GroupedExpertsSpec):
         return experts_class(_te_class("GroupedLinear", backend))
@@ -45,17 +47,47 @@ def module_class(spec: Spec, backend: str) -> type[nn.Module]:
 def _te_class(name: str, backend: str) -> type[nn.Module]:
     if backend == "reference":
         return _TWINS[name]
-    try:
-        import transformer_engine.pytorch as te
-    except Exception as error:  # OSError, AssertionError, RuntimeError, ...: TE fails in many ways
-        raise EnvironmentLacksError(
-            f"Transformer Engine cannot be imported: {type(error).__name__}: {error}", "run te-convert doctor"
-        ) from error
+    cls = te_class(name)
     if name == "DotProductAttention":
         # Queries, keys and values that are columns of one fused projection: TE finds that out by itself, needs no copy, and warns.
         warnings.filterwarnings("ignore", "Relying on pointer-based detection of packed q/k/v layouts", DeprecationWarning)
-    cls: type[nn.Module] = getattr(te, name)
     return cls
+
+
+def why_not_built(spec: Spec, backend: str) -> str:
+    """What a backend lacks for a spec, in words, or "": an old Transformer Engine takes fewer arguments.
+
+    Raises:
+        EnvironmentLacksError: the backend is "te" and its import fails.
+    """
+    if backend == "reference":
+        return ""
+    import_te()
+    try:
+        cls: Any = te_class(spec.name.removeprefix("te."))
+        return _lacks(spec, cls)
+    except EnvironmentLacksError as error:
+        return str(error)
+
+
+def new_module(cls: type[nn.Module], spec: Spec, backend: str) -> Any:
+    """An instance of ``cls``, which is the backend's class for ``spec`` or derived from it, with its parameters on meta.
+
+    Raises:
+        EnvironmentLacksError: the installed Transformer Engine is too old for the spec.
+    """
+    why = why_not_built(spec, backend)
+    if why:
+        raise EnvironmentLacksError(f"the installed Transformer Engine is too old: {why}", "upgrade transformer-engine")
+    args, kwargs = constructor_arguments(spec, module_class(spec, backend))
+    return cls(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lacks(spec: Spec, cls: type[nn.Module]) -> str:
+    if isinstance(spec, GroupedExpertsSpec):
+        return lacks(spec, cls, *grouped_arguments(cls, 1, 1, 1, spec.dtype))
+    return lacks(spec, cls, *constructor_arguments(spec, cls))
 
 
 _TWINS: dict[str, type[nn.Module]] = {
@@ -87,8 +119,8 @@ def constructor_arguments(spec: Spec, cls: type[nn.Module]) -> tuple[tuple[Any, 
             "attn_mask_type": "no_mask",
             "softmax_scale": spec.softmax_scale,
             "attention_type": "cross",  # padding of queries and of keys is given apart
-            **({"softcap": spec.softcap} if spec.softcap and "softcap" in names else {}),
-            **({"softmax_type": spec.softmax_type} if spec.softmax_type != "vanilla" and "softmax_type" in names else {}),
+            **({"softcap": spec.softcap} if spec.softcap else {}),  # not known to TE before 2.20
+            **({"softmax_type": spec.softmax_type} if spec.softmax_type != "vanilla" else {}),  # nor this before 2.8
         }
     if isinstance(spec, GroupedExpertsSpec):
         return (spec,), {}

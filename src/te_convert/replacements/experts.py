@@ -32,10 +32,8 @@ class GroupedExperts(nn.Module):
         self.fc2 = self._grouped(spec.num_gemms, spec.ffn_hidden_size, spec.hidden_size, spec.dtype)
 
     def _grouped(self, count: int, columns: int, rows: int, dtype: str) -> nn.Module:
-        keywords: dict[str, Any] = {"bias": False, "params_dtype": torch_dtype(dtype), "device": META}
-        if "init_method" in inspect.signature(self.linear.__init__).parameters:
-            keywords["init_method"] = _keep
-        return self.linear(count, columns, rows, **keywords)
+        args, kwargs = grouped_arguments(self.linear, count, columns, rows, dtype)
+        return self.linear(*args, **kwargs)
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Tokens through their experts.
@@ -69,6 +67,16 @@ class GroupedExperts(nn.Module):
             out = out[place]
         out = out * weights.reshape(-1)[order].unsqueeze(-1)
         return torch.zeros_like(hidden).index_add(0, tokens, out.to(hidden.dtype))
+
+
+def grouped_arguments(
+    linear: type[nn.Module], count: int, columns: int, rows: int, dtype: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a backend's GroupedLinear: ``count`` weights [rows, columns] on meta."""
+    keywords: dict[str, Any] = {"bias": False, "params_dtype": torch_dtype(dtype), "device": META}
+    if "init_method" in inspect.signature(linear.__init__).parameters:
+        keywords["init_method"] = _keep
+    return (count, columns, rows), keywords
 
 
 def pad_rows(rows: Tensor, splits: list[int], multiple: int) -> tuple[Tensor, list[int], Tensor]:

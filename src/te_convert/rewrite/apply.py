@@ -11,7 +11,7 @@ from torch import nn
 
 from te_convert.facts.sharing import find_parents
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision, Plan
-from te_convert.replacements.build import constructor_arguments, module_class, parameter_names
+from te_convert.replacements.build import new_module, parameter_names
 from te_convert.rewrite.carry_over import (
     Known,
     Switch,
@@ -152,9 +152,7 @@ def _convert(module: nn.Module, decision: Decision, backend: str) -> nn.Module:
     spec, weights = decision.spec, decision.weights
     if spec is None or weights is None:
         raise ValueError(f"{decision.fqn}: a converting decision needs a spec and a weight map")
-    cls = site_class(spec, backend)
-    args, kwargs = constructor_arguments(spec, module_class(spec, backend))
-    converted = cls(*args, **kwargs)
+    converted: nn.Module = new_module(site_class(spec, backend), spec, backend)
     _assign_parameters(module, converted, weights, parameter_names(spec))
     carry_hooks(module, converted)
     carry_attributes(module, converted)

@@ -8,7 +8,7 @@ from te_convert.facts.sharing import find_parents
 from te_convert.match.fusion import Fusion
 from te_convert.match.groups import inside
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision
-from te_convert.replacements.build import constructor_arguments, module_class
+from te_convert.replacements.build import new_module
 from te_convert.replacements.specs import WHOLE, DotProductAttentionSpec
 from te_convert.rewrite.attention import AttentionRecord, attach, detach, exchange, exchange_back
 from te_convert.rewrite.carry_over import carry_attributes, carry_hooks
@@ -39,9 +39,7 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
     scope = root.get_submodule(fusion.scope)
     members = tuple((member.role, root.get_submodule(member.fqn)) for member in fusion.members)
     own = own_parameters(scope, fusion)
-    cls = site_class(fusion.spec, backend)
-    args, kwargs = constructor_arguments(fusion.spec, module_class(fusion.spec, backend))
-    module = cls(*args, **kwargs)
+    module: nn.Module = new_module(site_class(fusion.spec, backend), fusion.spec, backend)
     record = _record_class(fusion)(fusion, module, scope, backend, members)
     try:
         fill_parameters(module, fusion, scope, own)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from te_convert.plan.model import SITE_ATTRIBUTE
-from te_convert.replacements.build import constructor_arguments, module_class
+from te_convert.replacements.build import new_module
 from te_convert.rewrite.loans import holder_of
 from te_convert.rewrite.nested import deepcopy_module, quiet_children, te_parts
 
@@ -50,8 +50,7 @@ class Portable(nn.Module):
 
 def _build(cls: type[nn.Module], decision: Any, backend: str) -> nn.Module:
     """A converted module with its parameters on meta."""
-    args, kwargs = constructor_arguments(decision.spec, module_class(decision.spec, backend))
-    module = cls(*args, **kwargs)
+    module: nn.Module = new_module(cls, decision.spec, backend)
     quiet_children(module, decision.weights)
     return module
 

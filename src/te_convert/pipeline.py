@@ -30,6 +30,7 @@ from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.rewrite.precision import tell_precision
 from te_convert.runtime.backend import Backend, choose_backend
 from te_convert.runtime.probe import describe_environment
+from te_convert.runtime.recipes import why_not_here
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.recipe_figures import RecipeFigures
@@ -266,6 +267,10 @@ def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig, figures: Re
 
 def _warnings(plan: Plan, parity: Parity, figures: RecipeFigures | None) -> tuple[str, ...]:
     lines = _reverted_lines(parity)
+    lacking = why_not_here(plan.recipe)
+    if lacking and plan.converting:
+        why = reason(ReasonCode.RECIPE_UNAVAILABLE, lacking)
+        lines.append(f"{why.code}: {why.detail}; {why.hint}")
     if figures is not None and figures.scenarios and not figures.passed:
         lines.append(f"in the recipe {plan.recipe} the model has {figures.sqnr_db:.1f} dB, below {figures.min_sqnr_db:g} dB")
     if parity.status == "failed":

@@ -49,6 +49,7 @@ class ReasonCode(str, Enum):
     ALIGNMENT_FEATURES = "alignment.features"
     ALIGNMENT_ROWS = "alignment.rows"
     RECIPE_LOW_SQNR = "recipe.low-sqnr"
+    RECIPE_UNAVAILABLE = "recipe.unavailable"
     RUNTIME_TE_TOO_OLD = "runtime.te-too-old"
     CAPTURE_NO_GRAPH = "capture.no-graph"
     PARAMETER_NEW_OBJECT = "parameter.new-object"
@@ -200,6 +201,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "Emulated on the example inputs, the recipe costs too much accuracy here, so this site stays in high precision.",
         "pass min_sqnr= (--min-sqnr) to accept more noise or less; take another recipe",
+    ),
+    ReasonCode.RECIPE_UNAVAILABLE: ReasonInfo(
+        _A,
+        "This machine's GPU cannot run the recipe; the model was converted for one that can.",
+        "run the model on such a GPU, or take a recipe that this one has",
     ),
     ReasonCode.RUNTIME_TE_TOO_OLD: ReasonInfo(
         _R,

@@ -132,6 +132,38 @@ def test_recipes_are_tes_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         build_recipe("nvfp4")
 
 
-def test_fp8_on_a_te_without_a_default_recipe_is_delayed_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_on_a_te_without_current_scaling_is_delayed_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.0")
     assert isinstance(build_recipe("fp8"), fake_te.DelayedScaling)
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe"),
+    [
+        ((8, 9), "Float8CurrentScaling"),
+        ((9, 0), "Float8CurrentScaling"),
+        ((10, 0), "MXFP8BlockScaling"),
+        ((12, 0), "Float8CurrentScaling"),
+    ],
+)
+def test_fp8_is_the_best_that_the_gpu_has(capability: tuple[int, int], recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te.install(monkeypatch)
+    show_gpu(monkeypatch, capability)
+    assert type(build_recipe("fp8")).__name__ == recipe
+
+
+def show_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    from te_convert.replacements import recipes
+    from te_convert.runtime import recipes as table
+
+    for module in (recipes, table):
+        monkeypatch.setattr(module, "current_capability", lambda: capability)
+        monkeypatch.setattr(module, "torch_cuda", lambda: (13, 0))
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-current", "mxfp8"])
+def test_a_gpu_without_the_recipe_is_a_lack_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te.install(monkeypatch)
+    show_gpu(monkeypatch, (8, 0))
+    with pytest.raises(EnvironmentLacksError, match="this GPU has 8.0"):
+        build_recipe(name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +15,15 @@ from torch import Tensor, nn
 
 from te_convert.reference.emulation import emulate
 from te_convert.reference.quantize import E4M3, E5M2, Format, quantize_tensor
-from te_convert.replacements.specs import LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, Spec
+from te_convert.replacements.specs import LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, MultiheadAttentionSpec, Spec
 from tests.te_contract.te_on_cpu import needs_te, te_on_cpu
 from tests.te_contract.test_modules import build as build_module
-from tests.te_contract.test_modules import randn
+from tests.te_contract.test_modules import FORMS, layer, randn
 
 pytestmark = needs_te
 
 ROWS, IN, OUT = 32, 64, 96
+SEQUENCES = (4, 8, IN)
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +64,13 @@ def test_current_scaling_is_bit_equal(fmt: Format, dtype: torch.dtype) -> None:
         assert torch.equal(ours.scale_inv.view(1), theirs.scale)
 
 
-def run(module: nn.Module, context: AbstractContextManager[Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def run(
+    module: nn.Module, context: AbstractContextManager[Any], dtype: torch.dtype, shape: tuple[int, ...], **options: Any
+) -> dict[str, Tensor]:
     """Output and gradients."""
-    x, gradient = randn(ROWS, IN, seed=91, dtype=dtype).requires_grad_(), None
+    x, gradient = randn(*shape, seed=91, dtype=dtype).requires_grad_(), None
     with context:
-        y = module(x)
+        y = module(x, **options)
         gradient = randn(*y.shape, seed=92, dtype=dtype)
         y.backward(gradient)  # inside, as TE's custom quantizers want it
     assert x.grad is not None
@@ -81,11 +86,7 @@ SPECS: dict[str, Callable[[str, bool], Spec]] = {
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_current_scaling_of_modules(name: str, dtype: str, te: Any) -> None:
-    from transformer_engine.common.recipe import CustomRecipe
-    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
-
-    recipe = te.autocast(enabled=True, recipe=CustomRecipe(qfactory=current_scaling_ref_factory))
-    assert_same(SPECS[name](dtype, True), recipe, "fp8-current", dtype)
+    assert_same(SPECS[name](dtype, True), current_scaling(te), "fp8-current", dtype)
 
 
 def test_nvfp4_of_a_linear(te: Any) -> None:
@@ -96,12 +97,10 @@ def test_nvfp4_of_a_linear(te: Any) -> None:
     assert_same(LinearSpec(IN, OUT, False, "float32"), recipe, "nvfp4", "float32")
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_current_scaling_of_an_mlp(activation: str, te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def layout_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """TE's MLP asks for the gradient of fc1's weight with grad=False, by which its custom product takes it for a forward."""
-    from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.cpp_extensions import gemm
-    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
 
     custom_gemm = gemm.custom_gemm
 
@@ -110,16 +109,51 @@ def test_current_scaling_of_an_mlp(activation: str, te: Any, monkeypatch: pytest
         return custom_gemm(**{**given, "grad": given.get("grad", False) or given.get("layout", "TN") != "TN"})
 
     monkeypatch.setattr(gemm, "custom_gemm", told_by_layout)
-    recipe = te.autocast(enabled=True, recipe=CustomRecipe(qfactory=current_scaling_ref_factory))
-    spec = LayerNormMLPSpec(IN, OUT, True, 1e-5, "LayerNorm", activation, False, "float32")
-    assert_same(spec, recipe, "fp8-current", "float32")
 
 
-def assert_same(spec: Spec, recipe: AbstractContextManager[Any], name: str, dtype: str) -> None:
+def current_scaling(te: Any) -> AbstractContextManager[Any]:
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import current_scaling_ref_factory
+
+    context: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=CustomRecipe(qfactory=current_scaling_ref_factory))
+    return context
+
+
+@pytest.mark.usefixtures("layout_decides")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_current_scaling_of_an_mlp(activation: str, dtype: str, te: Any) -> None:
+    spec = LayerNormMLPSpec(IN, OUT, True, 1e-5, "LayerNorm", activation, False, dtype)
+    assert_same(spec, current_scaling(te), "fp8-current", dtype)
+
+
+@pytest.mark.usefixtures("layout_decides")
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_current_scaling_of_an_attention_module(kind: str, te: Any) -> None:
+    spec = MultiheadAttentionSpec(IN, 4, 0.0, True, kind, "bshd", "float32")
+    options = {"encoder_output": randn(*SEQUENCES, seed=93)} if kind == "cross" else {}
+    assert_same(spec, current_scaling(te), "fp8-current", "float32", shape=SEQUENCES, **options)
+
+
+@pytest.mark.usefixtures("layout_decides")
+@pytest.mark.parametrize("form", FORMS)
+def test_current_scaling_of_a_transformer_layer(form: str, te: Any) -> None:
+    spec = replace(layer(**FORMS[form]), hidden_size=IN, ffn_hidden_size=OUT)
+    assert_same(spec, current_scaling(te), "fp8-current", "float32", shape=SEQUENCES)
+
+
+def assert_same(
+    spec: Spec,
+    recipe: AbstractContextManager[Any],
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] = (ROWS, IN),
+    **options: Any,
+) -> None:
     wide = getattr(torch, dtype)
-    theirs = run(build(spec, "te"), recipe, wide)
-    twin = build(spec, "reference")
-    ours, plain = run(twin, emulate(name), wide), run(build(spec, "reference"), torch.enable_grad(), wide)
+    call = partial(run, dtype=wide, shape=shape, **options)
+    theirs = call(build(spec, "te"), recipe)
+    ours, plain = call(build(spec, "reference"), emulate(name)), call(build(spec, "reference"), torch.enable_grad())
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         assert_near(ours[key], value, dtype, key)

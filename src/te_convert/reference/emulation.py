@@ -121,8 +121,8 @@ _STATELESS: dict[str, Operands] = {
     "nvfp4": Operands(_nvfp4, _nvfp4_square, _nvfp4, _nvfp4_transformed, _nvfp4_square, _nvfp4_transformed),
 }
 _DELAYED = "fp8-delayed"
-_ALIASES = {"fp8": _DELAYED}
-"""TE's own choice for Hopper and Ada; on Blackwell it takes MXFP8."""
+_ALIASES = {"fp8": "fp8-current"}
+"""What runtime/recipes.py takes on Ada and Hopper; on Blackwell it takes MXFP8."""
 
 EMULATED = (*_ALIASES, _DELAYED, *_STATELESS)
 """Recipes that can be emulated."""
@@ -137,7 +137,7 @@ class Emulation:
         history: delayed scaling's ``amax_history_len``.
 
     Attributes:
-        recipe: the recipe emulated; "fp8" becomes "fp8-delayed".
+        recipe: the recipe emulated; "fp8" becomes "fp8-current".
         calibrating: delayed scaling takes each tensor's scale from that tensor, as after many steps on data of this kind.
 
     Raises:

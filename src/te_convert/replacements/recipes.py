@@ -6,44 +6,48 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from te_convert.errors import EnvironmentLacksError
-
-_CLASSES = {
-    "fp8-delayed": "DelayedScaling",
-    "fp8-current": "Float8CurrentScaling",
-    "fp8-block": "Float8BlockScaling",
-    "mxfp8": "MXFP8BlockScaling",
-    "nvfp4": "NVFP4BlockScaling",
-}
+from te_convert.replacements.te_support import import_te
+from te_convert.runtime.recipes import BEST, CONDITIONS, current_capability, torch_cuda, why_not_here, why_unavailable
 
 
-def build_recipe(name: str) -> Any:
-    """TE's recipe object; "fp8" takes TE's own default for the GPU (its first FP8 recipe in versions without that function).
+def choose_recipe(name: str) -> str:
+    """The recipe that a name stands for here: "fp8" is the best that GPU and installed TE have, any other name itself.
 
     Raises:
-        EnvironmentLacksError: this TE version does not know the recipe.
+        EnvironmentLacksError: this GPU or this TE version does not have it.
     """
     import transformer_engine.common.recipe as recipes
 
+    lacking = why_not_here(name)
+    if lacking:
+        raise EnvironmentLacksError(lacking, "take a recipe that this GPU has; te-convert doctor says what it is")
     if name == "fp8":
-        import transformer_engine.pytorch as te
+        capability = current_capability() or (9, 0)
+        able = [each for each in BEST if not why_unavailable(each, capability, torch_cuda())]
+        return next((each for each in able if hasattr(recipes, CONDITIONS[each].name)), BEST[-1])
+    if not hasattr(recipes, CONDITIONS[name].name):
+        raise EnvironmentLacksError(f"this Transformer Engine has no {CONDITIONS[name].name}", "upgrade transformer-engine")
+    return name
 
-        default = getattr(te, "get_default_recipe", None)
-        return default() if default is not None else recipes.DelayedScaling()
-    cls = getattr(recipes, _CLASSES[name], None)
-    if cls is None:
-        raise EnvironmentLacksError(f"this Transformer Engine has no {_CLASSES[name]}", "upgrade transformer-engine")
-    return cls()
+
+def build_recipe(name: str) -> Any:
+    """TE's recipe object with TE's own defaults; for "fp8" that of :func:`choose_recipe`.
+
+    Raises:
+        EnvironmentLacksError: this GPU or this TE version does not have the recipe.
+    """
+    import transformer_engine.common.recipe as recipes
+
+    return getattr(recipes, CONDITIONS[choose_recipe(name)].name)()
 
 
 def recipe_autocast(name: str) -> AbstractContextManager[Any]:
     """TE's autocast with the recipe; ``fp8_autocast`` in versions before it was renamed.
 
     Raises:
-        EnvironmentLacksError: this TE version does not know the recipe.
+        EnvironmentLacksError: this GPU or this TE version does not have the recipe.
     """
-    import transformer_engine.pytorch as te
-
-    recipe = build_recipe(name)
+    te, recipe = import_te(), build_recipe(name)
     context: AbstractContextManager[Any]
     if hasattr(te, "autocast"):
         context = te.autocast(enabled=True, recipe=recipe)

@@ -195,7 +195,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ReasonCode.ALIGNMENT_ROWS: ReasonInfo(
         _A,
         "The recipe needs an aligned number of rows (tokens) and a recorded call had another.",
-        "pad the batch or the sequence to the multiple named",
+        "nothing to do: rows are added on Transformer Engine and cut off again; a multiple saves that copy",
     ),
     ReasonCode.RECIPE_LOW_SQNR: ReasonInfo(
         _A,

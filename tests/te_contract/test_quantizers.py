@@ -17,8 +17,8 @@ from te_convert.reference.emulation import emulate
 from te_convert.reference.quantize import E4M3, E5M2, Format, quantize_tensor
 from te_convert.replacements.specs import LayerNormLinearSpec, LayerNormMLPSpec, LinearSpec, MultiheadAttentionSpec, Spec
 from tests.te_contract.te_on_cpu import needs_te, te_on_cpu
-from tests.te_contract.test_modules import build as build_module
 from tests.te_contract.test_modules import FORMS, layer, randn
+from tests.te_contract.test_modules import build as build_module
 
 pytestmark = needs_te
 
@@ -151,7 +151,7 @@ def assert_same(
     **options: Any,
 ) -> None:
     wide = getattr(torch, dtype)
-    call = partial(run, dtype=wide, shape=shape, **options)
+    call: Any = partial(run, dtype=wide, shape=shape, **options)
     theirs = call(build(spec, "te"), recipe)
     ours, plain = call(build(spec, "reference"), emulate(name)), call(build(spec, "reference"), torch.enable_grad())
     assert ours.keys() == theirs.keys()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from typing import Any
 
+from te_convert.config import RECIPES
 from te_convert.errors import EnvironmentLacksError
 from te_convert.replacements.te_support import import_te
 from te_convert.runtime.recipes import BEST, CONDITIONS, current_capability, torch_cuda, why_not_here, why_unavailable
@@ -54,3 +56,29 @@ def recipe_autocast(name: str) -> AbstractContextManager[Any]:
     else:
         context = te.fp8_autocast(enabled=True, fp8_recipe=recipe)
     return context
+
+
+_ROWS = {conditions.name: alignment.rows for name, conditions in CONDITIONS.items() if (alignment := RECIPES[name]) is not None}
+_GROUPED_ROWS = {**_ROWS, "NVFP4BlockScaling": 128}
+_STRICTEST = 32
+
+
+def recipe_in_force() -> Any:
+    """TE's recipe object where its autocast is entered, else None."""
+    modules = sys.modules
+    home = modules.get("transformer_engine.pytorch.quantization") or modules.get("transformer_engine.pytorch.fp8")  # before 2.9
+    manager = getattr(home, "FP8GlobalStateManager", None)
+    return manager.get_fp8_recipe() if manager is not None and manager.is_fp8_enabled() else None
+
+
+def rows_multiple(grouped: bool = False) -> int:
+    """What the recipe in force wants the number of rows to be a multiple of; 1 in high precision.
+
+    With ``grouped``, of the rows of each group (TE 2.20, ``quantization.py``: ``get_align_size_for_quantization``).
+    """
+    recipe = recipe_in_force()
+    if recipe is None:
+        return 1
+    if grouped and hasattr(recipe, "quantization_alignment"):  # a custom recipe
+        return int(recipe.quantization_alignment)
+    return (_GROUPED_ROWS if grouped else _ROWS).get(type(recipe).__name__, _STRICTEST)

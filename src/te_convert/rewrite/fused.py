@@ -203,6 +203,21 @@ def get_fused(module: nn.Module) -> FusedRecord:
     return record
 
 
+def attribute_of_owner(site: nn.Module, name: str) -> Any:
+    """``nn.Module.__getattr__``, then the attribute of the module that the site stands for.
+
+    Raises:
+        AttributeError: neither has it.
+    """
+    try:
+        return nn.Module.__getattr__(site, name)
+    except AttributeError:
+        record = fused_record(site)
+        if record is None or name.startswith("__") or not record.role("owner"):
+            raise
+        return getattr(record.role("owner")[0], name)
+
+
 def unwrap_output(module: nn.Module, args: Any, output: Any) -> Any:
     """Forward hook of a converted root: nobody outside gets a lazy tensor."""
     leaves = tree_leaves(output)

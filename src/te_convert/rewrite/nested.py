@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.loans import holder_of, in_original_layout
+from te_convert.rewrite.rows import PADDED, run_padded
 from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
 from te_convert.weights.ops import Fill, WeightMap
 
@@ -56,10 +57,22 @@ class _Quiet(nn.Module):
         return deepcopy_module(self, memo)
 
 
+class _Padded(_Quiet):
+    """A part with quantised products takes any number of rows."""
+
+    def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """TE's, on rows as the recipe wants them."""
+        return run_padded(super().forward, inp, *args, **kwargs)
+
+
+def _is_padded(base: type[nn.Module]) -> bool:
+    return base.__module__.startswith("transformer_engine.") and base.__name__ in PADDED
+
+
 def _quiet_class(base: type[nn.Module]) -> type[nn.Module]:
     if base not in _CLASSES:
         body = {"_te_base": base, "__module__": base.__module__, "__doc__": base.__doc__}
-        _CLASSES[base] = type(base.__name__, (_Quiet, base), body)
+        _CLASSES[base] = type(base.__name__, (_Padded if _is_padded(base) else _Quiet, base), body)
     return _CLASSES[base]
 
 

@@ -19,6 +19,7 @@ from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.reference.emulation import active as emulated
 from te_convert.reference.emulation import high_precision
 from te_convert.replacements.build import module_class
+from te_convert.replacements.recipes import rows_multiple
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
     GroupedExpertsSpec,
@@ -30,10 +31,11 @@ from te_convert.replacements.specs import (
     TransformerLayerSpec,
 )
 from te_convert.rewrite.blocks import translate_call
-from te_convert.rewrite.fused import fused_record, get_fused
+from te_convert.rewrite.fused import attribute_of_owner, fused_record, get_fused
 from te_convert.rewrite.lazy import LazyNorm, unwrap
 from te_convert.rewrite.loans import in_original_layout, save_loans
 from te_convert.rewrite.portable import Portable
+from te_convert.rewrite.rows import PADDED, run_padded
 from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
@@ -134,7 +136,12 @@ class TEState(Portable):
 
 
 class Site(TEState):
-    """One tensor in, one tensor out."""
+    """One tensor in, one tensor out.
+
+    ``padded`` classes, those of TE with quantised products, take any number of rows (rewrite/rows.py).
+    """
+
+    padded = False
 
     def forward(self, *inputs: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
         """Run on the single tensor given, whatever its keyword was called in the original."""
@@ -148,7 +155,7 @@ class Site(TEState):
             y = super().forward(x)
             return y
         with self._precision():
-            y = super().forward(x)
+            y = run_padded(super().forward, x) if type(self).padded else super().forward(x)
         return y
 
     def run_te(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,21 +173,6 @@ class LinearSite(Site):
         if x.dim() == 1:
             return self.te_forward(x.unsqueeze(0)).squeeze(0)
         return self.te_forward(x)
-
-
-def attribute_of_owner(site: nn.Module, name: str) -> Any:
-    """``nn.Module.__getattr__``, then the attribute of the module that the site stands for.
-
-    Raises:
-        AttributeError: neither has it.
-    """
-    try:
-        return nn.Module.__getattr__(site, name)
-    except AttributeError:
-        record = fused_record(site)
-        if record is None or name.startswith("__") or not record.role("owner"):
-            raise
-        return getattr(record.role("owner")[0], name)
 
 
 class MLPSite(Site):
@@ -341,6 +333,10 @@ class ExpertsSite(TEState):
     def te_forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The grouped forward, in the precision of the plan."""
         with self._precision():
+            record, experts = get_fused(self), self.__dict__
+            spec: Any = record.decision.spec
+            if record.backend == "te":
+                experts["row_multiple"] = max(spec.row_multiple, rows_multiple(grouped=True))
             y: torch.Tensor = super().forward(*tensors)
         return y
 
@@ -371,7 +367,8 @@ def site_class(spec: Spec, backend: str) -> type[TEState]:
     key = (backend, short)
     if key not in _CLASSES:
         mixin = _MIXINS.get(type(spec), Site)
-        cls = type(name, (mixin, base), {"__module__": __name__, "__doc__": f"{spec.name} in the place of a PyTorch module."})
+        body = {"__module__": __name__, "__doc__": f"{spec.name} in the place of a PyTorch module."}
+        cls = type(name, (mixin, base), body | ({"padded": True} if backend == "te" and short in PADDED else {}))
         _CLASSES[key] = cls
         globals()[name] = cls
     return _CLASSES[key]

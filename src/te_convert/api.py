@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,11 @@ from te_convert.errors import InputError
 from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
+from te_convert.replacements.recipes import recipe_autocast
 from te_convert.replacements.specs import torch_dtype
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
+from te_convert.rewrite.checkpoints import checkpoints_on_te
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.site import get_record, is_converted
 from te_convert.rewrite.state import (
@@ -387,13 +389,22 @@ def doctor() -> list[Check]:
 def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     """Transformer Engine's autocast with the recipe of the model's plan; does nothing on twins or in high precision.
 
+    Inside, the model's activation checkpointing (``torch.utils.checkpoint``, Transformers' gradient checkpointing) runs through
+    ``te.checkpoint``, so that a backward after the block recomputes in the recipe.
+
     Raises:
-        EnvironmentLacksError: the recipe cannot run on this GPU.
+        EnvironmentLacksError: the recipe cannot run on this GPU or with this Transformer Engine.
     """
     plan: Plan | None = model.__dict__.get(PLAN_ATTRIBUTE)
     on_te = any(is_converted(m) and get_record(m).backend == "te" for m in model.modules())
     if plan is None or not on_te or plan.recipe in (None, "bf16"):
         return nullcontext()
-    from te_convert.replacements.recipes import recipe_autocast
+    return _entered(recipe_autocast(plan.recipe), checkpoints_on_te(model))
 
-    return recipe_autocast(plan.recipe)
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

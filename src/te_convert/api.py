@@ -12,6 +12,7 @@ from torch import nn
 
 from te_convert.capture.fake import is_meta
 from te_convert.capture.scenario import normalize_inputs
+from te_convert.capture.tensors import model_device
 from te_convert.config import DTYPES, ConvertConfig, Progress, patterns
 from te_convert.emit.input_spec import parse_inputs
 from te_convert.emit.load import load_directory
@@ -28,6 +29,7 @@ from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.checkpoints import checkpoints_on_te
 from te_convert.rewrite.fused import fused_record
+from te_convert.rewrite.materialize import switch_backend
 from te_convert.rewrite.site import get_record, is_converted
 from te_convert.rewrite.state import (
     converted_modules,
@@ -36,6 +38,7 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
+from te_convert.runtime.backend import choose_backend
 from te_convert.runtime.doctor import Check, run_checks
 from te_convert.stream.convert import SLICE_BYTES, Streamed
 from te_convert.stream.convert import convert_checkpoint as stream_directory
@@ -62,6 +65,7 @@ __all__ = [
     "export",
     "load",
     "load_original_state_dict",
+    "materialize",
     "open_model",
     "original_state_dict",
     "parse_inputs",
@@ -251,6 +255,30 @@ def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Modu
         EnvironmentLacksError: ``backend="te"`` where TE cannot run.
     """
     return load_directory(Path(path), device, backend)
+
+
+def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
+    """Switch a live converted model between the twins and Transformer Engine, in place and without copying a weight.
+
+    Module and Parameter objects stay the same, so hooks, ties and an optimizer's state go on.  Convert on any machine, move the
+    model to a GPU with ``.to("cuda")``, then materialize it there.
+
+    Args:
+        model: a converted model; where nothing of it was converted, nothing is done.
+        backend: "te", "reference", or "auto" for TE where it can run on the model's device.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        InputError: not a module, or an unknown backend.
+        EnvironmentLacksError: ``backend="te"`` where TE cannot run, or is too old; the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"materialize takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    config = ConvertConfig(backend=backend)
+    switch_backend(model, choose_backend(config.backend, model_device(model).type).name)
+    return model
 
 
 def save(result: Result, out: str | Path, *, source: ModelSource | None = None, force: bool = False) -> Path:

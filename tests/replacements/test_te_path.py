@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import te_convert
-from te_convert.errors import EnvironmentLacksError
+from te_convert.errors import EnvironmentLacksError, InputError
 from te_convert.rewrite.site import get_record
 from tests.replacements import fake_te
 from tests.rewrite.rewrite_samples import TiedLM, gpt2, ids, perturb
@@ -150,3 +151,31 @@ def test_te_without_its_constructor_working_leaves_the_model_alone(monkeypatch: 
     assert not result.converted
     assert type(model[0]) is nn.LayerNorm  # type: ignore[index]
     assert all("needs CUDA" in site.reasons[-1].detail for site in result.report.sites)
+
+
+@pytest.mark.usefixtures("te")
+def test_a_live_model_goes_to_te_and_back() -> None:
+    model = convert(perturb(TiedLM()), (ids(),), backend="reference").model
+    before, expected = {name: id(p) for name, p in model.named_parameters()}, model(ids())
+    assert te_convert.materialize(model, "te") is model
+    assert {type(m).__name__ for m in model.modules() if hasattr(m, "_te_convert")} == {"TELinear", "TELayerNorm", "TERMSNorm"}
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    torch.testing.assert_close(model(ids()), expected)
+    assert fake_te.STATE["seen"]
+    te_convert.materialize(model, "reference")
+    assert torch.equal(model(ids()), expected)
+
+
+def test_materialize_where_te_cannot_run() -> None:
+    model = convert(net(), (X,), backend="reference").model
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(EnvironmentLacksError, match="backend 'te' cannot run here"):
+        te_convert.materialize(model, "te")
+    assert te_convert.materialize(model) is model
+    assert [type(module) for module in model.modules()] == kinds
+    plain = net()
+    assert te_convert.materialize(plain, "reference") is plain
+    wrong: Any
+    for wrong in ((plain, "cuda"), (3, "te")):
+        with pytest.raises(InputError):
+            te_convert.materialize(*wrong)

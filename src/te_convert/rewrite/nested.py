@@ -17,7 +17,7 @@ from te_convert.weights.ops import Fill, WeightMap
 _FILLED = "_te_convert_filled"
 """Where a nested module keeps the names of its constants, which a checkpoint of the original does not have."""
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-_PLACE = "_te_convert_place"
+PLACE = "_te_convert_place"
 """Where a part keeps the converted module that it is in, and its name there."""
 
 
@@ -47,7 +47,7 @@ class _Quiet(nn.Module):
         missing_keys[:] = [key for key in missing_keys if key not in forgiven]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        outer, name = self.__dict__[_PLACE]
+        outer, name = self.__dict__[PLACE]
         record = outer.__dict__.get(SITE_ATTRIBUTE)
         if record is not None and record.backend == "te":  # the outer module is built anew, with its parts
             return _get_part, (outer, name)
@@ -98,7 +98,7 @@ def quiet_children(module: nn.Module, weights: WeightMap) -> None:
     for place, child in module.named_modules():
         if child is not module and not isinstance(child, _Quiet):
             child.__class__ = _quiet_class(type(child))
-            child.__dict__[_PLACE] = (module, place)
+            child.__dict__[PLACE] = (module, place)
     for op in weights.ops:
         holder, name = holder_of(module, op.dest)
         if isinstance(op, Fill) and holder is not module:

@@ -26,10 +26,10 @@ class Portable(nn.Module):
         if record is None or record.backend != "te":
             return super().__reduce_ex__(protocol)
         arguments = (type(self), record.decision, record.backend)
-        return _build, arguments, _portable_state(self, _build(*arguments))
+        return build_converted, arguments, _portable_state(self, build_converted(*arguments))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The inverse, on a module that :func:`_build` made; of a twin, nn.Module's."""
+        """The inverse, on a module that :func:`build_converted` made; of a twin, nn.Module's."""
         if _PARAMETERS not in state:
             inherited: Any = super().__setstate__
             inherited(state)
@@ -48,7 +48,7 @@ class Portable(nn.Module):
         return deepcopy_module(self, memo)
 
 
-def _build(cls: type[nn.Module], decision: Any, backend: str) -> nn.Module:
+def build_converted(cls: type[nn.Module], decision: Any, backend: str) -> nn.Module:
     """A converted module with its parameters on meta."""
     module: nn.Module = new_module(cls, decision.spec, backend)
     quiet_children(module, decision.weights)
@@ -59,11 +59,12 @@ def _portable_state(module: nn.Module, fresh: nn.Module) -> dict[str, Any]:
     """Parameters, and what a new module of the same decision does not have from its constructor."""
     made = fresh.__dict__.keys() - nn.Module().__dict__.keys() | {"_parameters"}
     state = {name: value for name, value in module.__dict__.items() if name not in made}
-    state[_LOAD_HOOKS] = {key: hook for key, hook in module.__dict__[_LOAD_HOOKS].items() if not _is_tes(hook)}
+    state[_LOAD_HOOKS] = {key: hook for key, hook in module.__dict__[_LOAD_HOOKS].items() if not is_tes(hook)}
     names = [name for name, _ in fresh.named_parameters(remove_duplicate=False)]
     state[_PARAMETERS] = {name: module.get_parameter(name) for name in dict.fromkeys((*names, *module._parameters))}
     return state
 
 
-def _is_tes(hook: Any) -> bool:
+def is_tes(hook: Any) -> bool:
+    """A hook that TE's constructor registered."""
     return str(getattr(hook, "__module__", "")).startswith("transformer_engine.")

@@ -57,6 +57,13 @@ def refuse(directory: Path, **options: Any) -> LoadError:
 # ---- round trips ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_gpu_that_is_not_there(written: tuple[nn.Module, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentLacksError, match="no CUDA device") as caught:
+        load_directory(written[1], device="cuda:0")
+    assert "CPU" in caught.value.hint
+
+
 def test_round_trip(written: tuple[nn.Module, Path]) -> None:
     model, out = written
     before = torch.random.get_rng_state()

@@ -17,7 +17,7 @@ from te_convert.emit.slots import Slot, find_slots
 from te_convert.emit.sources import rebuild
 from te_convert.emit.tensors_file import BUFFERS, INDEX, file_record, read_tensors
 from te_convert.emit.user_code import one_line
-from te_convert.errors import InputError, LoadError, TeConvertError
+from te_convert.errors import EnvironmentLacksError, InputError, LoadError, TeConvertError
 from te_convert.plan.model import Plan
 from te_convert.rewrite.apply import apply_plan
 from te_convert.runtime.backend import choose_backend
@@ -42,10 +42,12 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
     Raises:
         LoadError: a missing, changed or truncated file, an unknown schema, a source that changed, or tensors that do not fit.
         InputError: a device that PyTorch does not know.
-        EnvironmentLacksError: ``backend="te"`` and Transformer Engine is not usable here.
+        EnvironmentLacksError: ``backend="te"`` and Transformer Engine is not usable here, or no GPU for ``device="cuda"``.
     """
     directory = Path(path)
     place = _parse_device(device)
+    if place is not None and place.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentLacksError("no CUDA device is available", "load the model without device=, it then stays on the CPU")
     manifest = read_manifest(directory)
     check_files(directory, manifest)
     plan = _read_plan(directory)

@@ -38,7 +38,7 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
-from te_convert.runtime.backend import choose_backend
+from te_convert.runtime.backend import choose_backend, multiplies_in_tf32
 from te_convert.runtime.doctor import Check, run_checks
 from te_convert.stream.convert import SLICE_BYTES, Streamed
 from te_convert.stream.convert import convert_checkpoint as stream_directory
@@ -47,6 +47,7 @@ from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import record_reference
 from te_convert.verify.steps import compare_steps
+from te_convert.verify.tolerance import products_in_tf32
 
 __all__ = [
     "Check",
@@ -234,7 +235,9 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
         raise InputError(f"the original fails on the inputs: {'; '.join(reference.notes)}", "pass inputs that it takes")
     sites = dict(converted_modules(converted))
     backend = next((get_record(site).backend for site in sites.values()), "reference")
-    parity = verify_applied(Applied(converted, backend, sites), reference, revert=False, bisect=bisect)
+    rounds = reference.low is None and multiplies_in_tf32(backend, model_device(converted).type)
+    with products_in_tf32() if rounds else nullcontext():
+        parity = verify_applied(Applied(converted, backend, sites), reference, revert=False, bisect=bisect)
     if steps and parity.scenarios:
         curve = compare_steps(original, converted, scenarios[0], steps)
         status = parity.status if curve.passed else "failed"

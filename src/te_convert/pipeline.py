@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +21,16 @@ from te_convert.config import ConvertConfig
 from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
 from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
-from te_convert.plan.model import Plan
+from te_convert.plan.model import SITE_ATTRIBUTE, Plan
 from te_convert.reasons import ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
 from te_convert.replacements.build import why_not_built
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
+from te_convert.rewrite.materialize import switch_backend
 from te_convert.rewrite.precision import tell_precision
-from te_convert.runtime.backend import Backend, choose_backend
+from te_convert.rewrite.site import is_converted
+from te_convert.runtime.backend import Backend, choose_backend, multiplies_in_tf32
 from te_convert.runtime.probe import describe_environment
 from te_convert.runtime.recipes import why_not_here
 from te_convert.verify.gate import verify_applied
@@ -36,6 +38,7 @@ from te_convert.verify.model import Parity
 from te_convert.verify.recipe_figures import RecipeFigures
 from te_convert.verify.recipes import measure_recipe, propose_precision
 from te_convert.verify.reference import Reference, record_reference
+from te_convert.verify.tolerance import products_in_tf32
 from te_convert.verify.variants import padded_variants
 
 Converted = tuple[nn.Module, Report, Plan]
@@ -47,6 +50,10 @@ _OPTIONAL = {
     "padded left": "padded batches",
 }
 """Scenario → what stays unverified without it."""
+
+_TF32 = (
+    "the twins held float32's bounds in {} runs; Transformer Engine's kernels multiply float32 in TF32 and have bounds of their own"
+)
 
 PLAN_ATTRIBUTE = "_te_convert_plan"
 """Where a converted root keeps its plan, for autocast() and save()."""
@@ -84,7 +91,7 @@ class Conversion:
                 padded = any(fusion.skips_padding for fusion in plan.fusions)
                 reference = record_reference(target, scenarios, hide_padding=padded)
         with self._timed("rewrite"):
-            applied, plan = self._apply(target, plan)
+            applied, plan = self._apply(target, plan, self._build_on(target, reference))
         try:
             model, report, plan = self._finish(applied, plan, reference)
         except BaseException:  # also an interrupt, a failing progress callback or strict: nothing half-made is left behind
@@ -108,10 +115,7 @@ class Conversion:
         parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
         with self._timed("verify"):
             if self.config.verify and plan.converting:
-                progress = self.config.report_progress
-                parity = verify_applied(
-                    applied, reference, progress=lambda a, b: progress("verify", a, b), bisect=self.config.bisect
-                )
+                parity = self._verify(applied, reference)
         for site in parity.reverted:
             plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
         plan, figures = self._emulate(applied, plan, parity, reference)
@@ -122,6 +126,32 @@ class Conversion:
         if self.config.strict:
             _demand_everything(report)
         return model, report, plan
+
+    def _verify(self, applied: Applied, reference: Reference) -> Parity:
+        """The gate; where TE's products are TF32, first for the twins with float32's own bounds, then for TE's kernels."""
+
+        def progress(done: int, total: int) -> None:
+            self.config.report_progress("verify", done, total)
+
+        with products_in_tf32() if self._rounds(applied.model, reference) and applied.backend == "te" else nullcontext():
+            parity = verify_applied(applied, reference, progress=progress, bisect=self.config.bisect)
+        if applied.backend == self.backend.name or parity.status == "failed" or not applied.sites:
+            return parity
+        switch_backend(applied.model, self.backend.name)
+        applied.backend = self.backend.name
+        with products_in_tf32():
+            kernels = verify_applied(applied, reference, progress=progress, bisect=self.config.bisect)
+        notes = (*parity.notes, _TF32.format(sum(s.passed for s in parity.scenarios)), *kernels.notes)
+        return replace(kernels, reverted=(*parity.reverted, *kernels.reverted), notes=notes)
+
+    def _rounds(self, model: nn.Module, reference: Reference) -> bool:
+        """Whether this is a float32 model whose products TE computes in TF32."""
+        return multiplies_in_tf32(self.backend.name, model_device(model).type) and bool(reference.runs) and reference.low is None
+
+    def _build_on(self, target: nn.Module, reference: Reference) -> str:
+        """The backend to begin with: twins if their bounds are to be held first, unless the model has TE modules already."""
+        begun = any(is_converted(module) and module.__dict__[SITE_ATTRIBUTE].backend == "te" for module in target.modules())
+        return "reference" if self._rounds(target, reference) and not begun else self.backend.name
 
     def _emulate(self, applied: Applied, plan: Plan, parity: Parity, reference: Reference) -> tuple[Plan, RecipeFigures | None]:
         """The recipe in the twins; sites that it would cost too much stay in high precision."""
@@ -159,17 +189,17 @@ class Conversion:
             _demand_everything(report)
         return self.original, report, plan
 
-    def _apply(self, target: nn.Module, plan: Plan) -> tuple[Applied, Plan]:
+    def _apply(self, target: nn.Module, plan: Plan, backend: str) -> tuple[Applied, Plan]:
         """The rewrite; a failure (undone by the transaction) refuses everything instead of raising."""
         try:
             progress = self.config.report_progress
-            return apply_plan(target, plan, self.backend.name, lambda a, b: progress("rewrite", a, b)), plan
+            return apply_plan(target, plan, backend, lambda a, b: progress("rewrite", a, b)), plan
         except EnvironmentLacksError:
             raise
         except Exception as error:
             why = reason(ReasonCode.INTERNAL_ERROR, f"rewrite: {describe_error(error)}")
             plan = plan.refuse_all(why)
-            return Applied(target, self.backend.name), plan
+            return Applied(target, backend), plan
 
     def _report(self, plan: Plan, parity: Parity, figures: RecipeFigures | None = None) -> Report:
         return report_of(plan, parity, self.config, self.backend, self.timings, figures)

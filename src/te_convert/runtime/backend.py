@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,14 @@ def choose_backend(choice: str, device_type: str) -> Backend:
     if choice == "te":
         raise EnvironmentLacksError(f"backend 'te' cannot run here: {lacking}", "run te-convert doctor, or use backend='auto'")
     return Backend("reference", lacking)
+
+
+def multiplies_in_tf32(backend: str, device_type: str) -> bool:
+    """Whether a backend's float32 products are TF32: TE asks cuBLAS for it (2.20, ``common/gemm/cublaslt_gemm.cu``).
+
+    ``NVIDIA_TF32_OVERRIDE=0`` in the environment forbids it.
+    """
+    return backend == "te" and device_type == "cuda" and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0"
 
 
 def _why_not_te(device_type: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +33,11 @@ LOSS_REL_LOW = 2e-2
 
 GRADIENT_REL_LOW = 8e-3
 """The same for a bf16 or fp16 model whose computation ran in float32: only the gradients are rounded, by at most 2⁻⁸ each."""
+
+SQNR_DB_TF32, GRADIENT_REL_TF32 = 50.0, 1e-2
+"""Outputs and gradients of a float32 model on TE's CUDA kernels, which multiply float32 in TF32 (ten bits of mantissa), after its
+twins have held float32's own bounds on the same machine: these two judge the kernels, not the mapping.  With operands rounded
+to TF32, the worst site of 14 converted models had 64.8 dB, the worst model 59.8 dB, and the worst gradient an error of 2e-3."""
 
 ROUNDING_RATIO = 4.0
 """Such a float32 difference is rounding only if the converted side is as close to the float64 result as the original is, up to the
@@ -83,8 +91,23 @@ class Verdict:
     bound: str
 
 
+_tf32: ContextVar[bool] = ContextVar("te_convert_tf32", default=False)
+
+
+@contextmanager
+def products_in_tf32() -> Iterator[None]:
+    """float32 on one side multiplies in TF32 here; only after the same mapping was judged without this."""
+    token = _tf32.set(True)
+    try:
+        yield
+    finally:
+        _tf32.reset(token)
+
+
 def judge_float32(figures: Figures) -> Verdict:
     """float32 against float32."""
+    if _tf32.get():
+        return Verdict(figures.bit_equal or figures.sqnr_db >= SQNR_DB_TF32, f"SQNR >= {SQNR_DB_TF32:g} dB (TF32 products)")
     passed = figures.bit_equal or (figures.sqnr_db >= SQNR_DB_FLOAT32 and figures.max_rel <= MAX_REL_FLOAT32)
     return Verdict(passed, f"SQNR >= {SQNR_DB_FLOAT32:g} dB and max rel <= {MAX_REL_FLOAT32:g}")
 
@@ -103,7 +126,7 @@ def judge_float64(figures: Figures) -> Verdict:
 
 def judge_gradient(figures: Figures, low: bool) -> Verdict:
     """A model's gradients: the worst relative error over its parameters."""
-    bound = GRADIENT_REL_LOW if low else GRADIENT_REL
+    bound = GRADIENT_REL_TF32 if _tf32.get() else GRADIENT_REL_LOW if low else GRADIENT_REL
     return Verdict(figures.bit_equal or figures.max_rel <= bound, f"relative error of every gradient <= {bound:g}")
 
 

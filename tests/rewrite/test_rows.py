@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,3 +77,30 @@ def test_nothing_is_added_in_high_precision() -> None:
 def test_further_arguments_reach_the_module() -> None:
     y = run_padded(lambda x, scale, *, shift: x * scale + shift, torch.ones(3, 8), 2.0, shift=1.0)
     assert torch.equal(y, torch.full((3, 8), 3.0))
+
+
+def test_a_compiled_model_sees_the_recipe_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph without breaks, as te.Linear has it."""
+    home, state = ModuleType("transformer_engine.pytorch.quantization"), SimpleNamespace(enabled=False)
+
+    class Float8CurrentScaling: ...
+
+    class Manager:
+        @classmethod
+        def is_fp8_enabled(cls) -> bool:
+            return bool(state.enabled)
+
+        @classmethod
+        def get_fp8_recipe(cls) -> Any:
+            return Float8CurrentScaling()
+
+    home.FP8GlobalStateManager = Manager  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+
+    def forward(x: Tensor) -> Tensor:
+        return x * x.shape[0]  # shows how many rows there were
+
+    compiled = torch.compile(lambda x: run_padded(forward, x), backend="eager", fullgraph=True)
+    for enabled, rows_seen in ((False, 3.0), (True, 16.0), (False, 3.0)):
+        state.enabled = enabled
+        assert torch.equal(compiled(torch.ones(3, 8)), torch.full((3, 8), rows_seen))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ from te_convert.errors import InputError
 from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
-from te_convert.replacements.recipes import recipe_autocast
 from te_convert.replacements.specs import torch_dtype
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
-from te_convert.rewrite.checkpoints import checkpoints_on_te
+from te_convert.rewrite.checkpoints import in_recipe
 from te_convert.rewrite.fused import fused_record
-from te_convert.rewrite.materialize import switch_backend
-from te_convert.rewrite.site import get_record, is_converted
+from te_convert.rewrite.materialize import materialize
+from te_convert.rewrite.site import get_record
 from te_convert.rewrite.state import (
     converted_modules,
     load_original_state_dict,
@@ -38,7 +37,7 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
-from te_convert.runtime.backend import choose_backend, multiplies_in_tf32
+from te_convert.runtime.backend import multiplies_in_tf32
 from te_convert.runtime.doctor import Check, run_checks
 from te_convert.stream.convert import SLICE_BYTES, Streamed
 from te_convert.stream.convert import convert_checkpoint as stream_directory
@@ -260,30 +259,6 @@ def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Modu
     return load_directory(Path(path), device, backend)
 
 
-def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
-    """Switch a live converted model between the twins and Transformer Engine, in place and without copying a weight.
-
-    Module and Parameter objects stay the same, so hooks, ties and an optimizer's state go on.  Convert on any machine, move the
-    model to a GPU with ``.to("cuda")``, then materialize it there.
-
-    Args:
-        model: a converted model; where nothing of it was converted, nothing is done.
-        backend: "te", "reference", or "auto" for TE where it can run on the model's device.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        InputError: not a module, or an unknown backend.
-        EnvironmentLacksError: ``backend="te"`` where TE cannot run, or is too old; the model is as it was.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"materialize takes an nn.Module, got {type(model).__name__}", "pass the converted model")
-    config = ConvertConfig(backend=backend)
-    switch_backend(model, choose_backend(config.backend, model_device(model).type).name)
-    return model
-
-
 def save(result: Result, out: str | Path, *, source: ModelSource | None = None, force: bool = False) -> Path:
     """Write a result as a directory: manifest, plan, weights, report and the model's source.
 
@@ -420,22 +395,10 @@ def doctor() -> list[Check]:
 def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     """Transformer Engine's autocast with the recipe of the model's plan; does nothing on twins or in high precision.
 
-    Inside, the model's activation checkpointing (``torch.utils.checkpoint``, Transformers' gradient checkpointing) runs through
-    ``te.checkpoint``, so that a backward after the block recomputes in the recipe.
+    Inside, the model's activation checkpointing runs through ``te.checkpoint``, which recomputes in the recipe.
 
     Raises:
         EnvironmentLacksError: the recipe cannot run on this GPU or with this Transformer Engine.
     """
     plan: Plan | None = model.__dict__.get(PLAN_ATTRIBUTE)
-    on_te = any(is_converted(m) and get_record(m).backend == "te" for m in model.modules())
-    if plan is None or not on_te or plan.recipe in (None, "bf16"):
-        return nullcontext()
-    return _entered(recipe_autocast(plan.recipe), checkpoints_on_te(model))
-
-
-@contextmanager
-def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+    return in_recipe(model, None if plan is None else plan.recipe)

@@ -10,20 +10,42 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoints
 from torch import nn
 
-from te_convert.replacements.recipes import recipe_in_force
+from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.replacements.recipes import recipe_autocast, recipe_in_force
 from te_convert.replacements.te_support import import_te
+from te_convert.rewrite.site import is_converted
 
 _FUNCTION = "_gradient_checkpointing_func"
 """Where Transformers keeps, on each module that checkpoints, the function that does it."""
 _TORCHS = ("preserve_rng_state", "early_stop", "respect_saved_tensors_hooks")
 """Options of torch's that TE's does not take: it always preserves the random state, and never stops early."""
 Checkpoint = Callable[..., Any]
+
+
+def in_recipe(model: nn.Module, recipe: str | None) -> AbstractContextManager[Any]:
+    """TE's autocast with a recipe, and a model's checkpointing through TE's; nothing in high precision or without TE's modules.
+
+    Raises:
+        EnvironmentLacksError: this GPU or this Transformer Engine does not have the recipe.
+    """
+    on_te = any(is_converted(module) and module.__dict__[SITE_ATTRIBUTE].backend == "te" for module in model.modules())
+    if recipe in (None, "bf16") or not on_te:
+        return nullcontext()
+    return _entered(recipe_autocast(str(recipe)), checkpoints_on_te(model))
+
+
+@contextmanager
+def _entered(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def route(own: Checkpoint) -> Checkpoint:

@@ -11,15 +11,43 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.capture.tensors import model_device
+from te_convert.config import ConvertConfig
+from te_convert.errors import InputError
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import carry_attributes
 from te_convert.rewrite.fused import FusedRecord
 from te_convert.rewrite.nested import PLACE
 from te_convert.rewrite.portable import build_converted, is_tes
 from te_convert.rewrite.site import is_converted, site_class
+from te_convert.runtime.backend import choose_backend
 
 _OF_EVERY_MODULE = nn.Module().__dict__.keys()
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+
+
+def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
+    """Switch a live converted model between the twins and Transformer Engine, in place and without copying a weight.
+
+    Module and Parameter objects stay the same, so hooks, ties and an optimizer's state go on.  Convert on any machine, move the
+    model to a GPU with ``.to("cuda")``, then materialize it there.
+
+    Args:
+        model: a converted model; where nothing of it was converted, nothing is done.
+        backend: "te", "reference", or "auto" for TE where it can run on the model's device.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        InputError: not a module, or an unknown backend.
+        EnvironmentLacksError: ``backend="te"`` where TE cannot run, or is too old; the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"materialize takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    config = ConvertConfig(backend=backend)
+    switch_backend(model, choose_backend(config.backend, model_device(model).type).name)
+    return model
 
 
 def switch_backend(model: nn.Module, backend: str) -> int:

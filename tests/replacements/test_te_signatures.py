@@ -22,13 +22,15 @@ from tests.te_contract.test_modules import SPECS
 
 every_version = pytest.mark.parametrize("version", te_releases.VERSIONS)
 
-SINCE = {"silu": 8, "sreglu": 8, "clamped_swiglu": 10, "glu": 13, "softcap": 20}
+SINCE = {"silu": 8, "sreglu": 8, "clamped_swiglu": 10, "glu": 13, "softcap": 20, "softmax_type": 8}
 """Second number of the first release 2.x that knows an activation or an argument."""
 
 
-def first_release(spec: Spec) -> int:
-    softcap = isinstance(spec, DotProductAttentionSpec) and spec.softcap > 0
-    return max(SINCE.get(getattr(spec, "activation", ""), 0), SINCE["softcap"] if softcap else 0)
+def special(spec: Spec) -> str:
+    """The one thing of a spec that old releases may lack, or ""."""
+    if isinstance(spec, DotProductAttentionSpec):
+        return "softcap" if spec.softcap else "softmax_type" if spec.softmax_type != "vanilla" else ""
+    return str(getattr(spec, "activation", ""))
 
 
 @pytest.fixture
@@ -46,12 +48,11 @@ def test_the_records_reach_from_2_0_to_2_20() -> None:
 def test_each_spec_is_built_or_the_release_is_too_old(te: str) -> None:
     minor = int(te.split(".")[1])
     for spec in SPECS:
-        old = not isinstance(spec, GroupedExpertsSpec) and minor < first_release(spec)
+        old = not isinstance(spec, GroupedExpertsSpec) and minor < SINCE.get(special(spec), 0)
         why = why_not_built(spec, "te")
         assert bool(why) is old, (spec, why)
         if old:
-            named = spec.activation if hasattr(spec, "activation") else "softcap"
-            assert named in why
+            assert special(spec) in why
             with pytest.raises(EnvironmentLacksError, match="too old"):
                 new_module(module_class(spec, "te"), spec, "te")
         elif not isinstance(spec, GroupedExpertsSpec):
@@ -74,7 +75,7 @@ def assert_means_the_spec(bound: dict[str, Any], spec: Spec) -> None:
             assert given is not None or isinstance(spec, DotProductAttentionSpec)
         elif field.name == "kv_channels":
             assert given in (value, value[0])
-        elif field.name not in ("bias", "softcap") or "bias" in bound:
+        elif field.name not in ("bias", "softcap", "softmax_type") or field.name in bound:
             assert given == value or (field.name == "softcap" and not value), (field.name, given)
     if not isinstance(spec, DotProductAttentionSpec):
         assert bound.get("device", bound.get("kwargs", {}).get("device")) == "meta"

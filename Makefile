@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants clean
+.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants fuzz clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -84,6 +84,9 @@ bench: setup ## time a conversion, stage by stage
 
 mutants: setup ## plant mistakes into real conversions and count what the parity gate catches (about ten minutes)
 	@$(TEST_ENV) $(BIN)/python benchmarks/mutants.py
+
+fuzz: setup ## convert 2000 models composed at random and check everything that a conversion promises (about half an hour)
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) tests/property/test_composed.py
 
 clean: ## remove caches and build outputs (.venv stays)
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov

@@ -251,7 +251,11 @@ class Block(nn.Module):
             results = [part(h) for part, h in zip(parts, inputs, strict=False)]
             return self._add(x, results[0] if len(results) == 1 else results[0] + results[1])
         for norm, part in zip((self.norm1, self.norm2), parts, strict=False):
-            x = self._norm(norm, self._add(x, part(x))) if self.form.placement == "post" else self._add(x, part(self._norm(norm, x)))
+            x = (
+                self._norm(norm, self._add(x, part(x)))
+                if self.form.placement == "post"
+                else self._add(x, part(self._norm(norm, x)))
+            )
         return x
 
 
@@ -293,7 +297,7 @@ def build(form: ModelForm) -> Composed:
     _tie(model, form)
     parameters = list(model.parameters())
     for index in form.frozen:
-        parameters[index % len(parameters)].requires_grad_(requires_grad=False)
+        parameters[index % len(parameters)].requires_grad_(False)
     return model.to(getattr(torch, form.dtype)).eval()
 
 

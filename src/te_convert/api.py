@@ -13,17 +13,16 @@ from torch import nn
 from te_convert.capture.fake import is_meta
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.capture.tensors import model_device
-from te_convert.config import DTYPES, ConvertConfig, Progress, patterns
+from te_convert.config import ConvertConfig, Progress, patterns
 from te_convert.emit.input_spec import parse_inputs
 from te_convert.emit.load import load_directory
 from te_convert.emit.sources import ModelSource, OpenedModel, open_source, source_of
 from te_convert.emit.weights_file import load_weights
-from te_convert.emit.write import SHARD_BYTES, check_out, write_directory
+from te_convert.emit.write import check_out, write_directory
 from te_convert.errors import InputError
 from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
-from te_convert.replacements.specs import torch_dtype
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.checkpoints import in_recipe
@@ -39,9 +38,8 @@ from te_convert.rewrite.state import (
 )
 from te_convert.runtime.backend import multiplies_in_tf32
 from te_convert.runtime.doctor import Check, run_checks
-from te_convert.stream.convert import SLICE_BYTES, Streamed
-from te_convert.stream.convert import convert_checkpoint as stream_directory
-from te_convert.stream.export import export_directory, export_model
+from te_convert.stream.api import convert_checkpoint, export
+from te_convert.stream.convert import Streamed
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import record_reference
@@ -290,101 +288,6 @@ def open_model(spec: str, weights: str | Path | None = None) -> OpenedModel:
     if weights is not None:
         load_weights(opened.model, Path(weights))
     return opened
-
-
-def convert_checkpoint(
-    directory: str | Path,
-    out: str | Path,
-    *,
-    dtype: str | None = None,
-    resume: bool = False,
-    force: bool = False,
-    shard_bytes: int = SHARD_BYTES,
-    slice_bytes: int = SLICE_BYTES,
-    recipe: str | None = None,
-    backend: str = "auto",
-    fuse: bool = True,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    allow: str | Sequence[str] = (),
-    verify: bool = True,
-    strict: bool = False,
-    progress: Progress | None = None,
-) -> Streamed:
-    """Convert a Transformers directory shard by shard, in memory that does not grow with the model.
-
-    The model is planned without weights; a shallow model with the real weights of the first layers is compared with its
-    original; then the tensors are streamed into TE's layout.  See docs/checkpoints.md.
-
-    Args:
-        directory: config.json and safetensors (one file or an index), or torch files that hold tensors only.
-        out: the directory to write, which :func:`load` reads.
-        dtype: "float32", "bfloat16" or "float16" for every floating-point tensor; None keeps each as it is.
-        resume: go on from an unfinished run with the same files and options.
-        force: replace ``out`` when it exists.
-        shard_bytes: most bytes of one file.
-        slice_bytes: most bytes of weights in memory for verification.
-        recipe: as for :func:`convert`, and so are the following.
-        backend: what the shallow model runs on.
-        fuse: let several modules become one.
-        include: FQN globs.
-        exclude: FQN globs.
-        allow: named approximations.
-        verify: compare the shallow model.
-        strict: raise instead of writing what is not verified.
-        progress: called with (stage, done, total); "stream" counts bytes.
-
-    Raises:
-        InputError: a checkpoint that is damaged, incomplete or cannot be streamed, or a disk that fails; ``out`` is untouched.
-        ConversionError: the slice failed, or ``strict`` and it could not be compared.
-        EnvironmentLacksError: Transformers is not installed, or ``backend="te"`` where TE cannot run.
-    """
-    config = ConvertConfig(
-        recipe=recipe,
-        backend=backend,
-        fuse=fuse,
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
-        allow=patterns(allow, "allow"),
-        verify=verify,
-        strict=strict,
-        progress=progress,
-    )
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}", f"use one of {', '.join(DTYPES)}")
-    return stream_directory(
-        Path(directory),
-        Path(out),
-        config,
-        dtype=None if dtype is None else torch_dtype(dtype),
-        resume=resume,
-        force=force,
-        shard_bytes=shard_bytes,
-        slice_bytes=slice_bytes,
-    )
-
-
-def export(
-    model: nn.Module | str | Path, out: str | Path, *, resume: bool = False, force: bool = False, progress: Progress | None = None
-) -> Path:
-    """Write weights in the original's names and layout: the way back out of a converted directory or a live converted model.
-
-    For Transformers models ``out`` is a directory that ``from_pretrained`` reads.
-
-    Args:
-        model: a converted directory (streamed tensor by tensor), or a model, trained since or not.
-        out: the directory to write.
-        resume: go on from an unfinished export of a directory.
-        force: replace ``out`` when it exists.
-        progress: called with (stage, done, total).
-
-    Raises:
-        LoadError: a directory that is damaged, or whose source changed.
-        InputError: ``out`` exists or cannot be written.
-    """
-    if isinstance(model, nn.Module):
-        return export_model(model, Path(out), force=force)
-    return export_directory(Path(model), Path(out), resume=resume, force=force, progress=progress)
 
 
 def doctor() -> list[Check]:

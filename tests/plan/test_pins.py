@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 import te_convert
 from te_convert.plan.model import Outcome, Plan
+from tests.rewrite.block_samples import Attends, Block, Experts, MoE, X, encoder_layer
 from tests.rules.rule_cases import codes, plan_of
 
 
@@ -81,3 +84,38 @@ def test_a_pattern_that_names_no_site_is_said() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     plan = te_convert.analyze(model, torch.randn(2, 8), include=["0", "encoder.*"], exclude="hed")
     assert plan.notes == ("include 'encoder.*' matches no site", "exclude 'hed' matches no site")
+
+
+ATTENDS, STACKS, BLOCK = (
+    (lambda: nn.Sequential(Attends())),
+    (lambda: nn.Sequential(MoE(Experts()))),
+    (lambda: nn.Sequential(Block())),
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "pattern"),
+    [
+        (ATTENDS, "0.attn", "*.attn"),
+        (STACKS, "0.experts", "0.exp*"),
+        (STACKS, "0.experts", "0"),
+        (BLOCK, "0.attn", "*.attn"),
+        (lambda: nn.Sequential(encoder_layer()), "0", "0"),
+    ],
+    ids=["mha", "experts", "experts-by-parent", "attention", "encoder-layer"],
+)
+def test_every_kind_of_site_says_what_excluded_it(make: Callable[[], nn.Module], name: str, pattern: str) -> None:
+    decision = plan_of(make().eval(), X, exclude=(pattern,)).get(name)
+    assert decision.outcome is Outcome.EXCLUDED
+    assert (decision.reasons[0].code, decision.reasons[0].detail) == ("user.excluded", f"matches exclude {pattern!r}")
+
+
+@pytest.mark.parametrize("make", [ATTENDS, STACKS, BLOCK])
+def test_nothing_below_an_excluded_name_has_another_outcome(make: Callable[[], nn.Module]) -> None:
+    decisions = plan_of(make().eval(), X, exclude=("0",)).decisions
+    assert {(decision.outcome, codes(decision)[0]) for decision in decisions} == {(Outcome.EXCLUDED, "user.excluded")}
+
+
+def test_a_module_that_no_rule_looks_at_is_not_called_excluded() -> None:
+    found = plan_of(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), torch.tensor([1, 2]), exclude=("0",)).get("0")
+    assert (found.outcome, codes(found)) == (Outcome.NO_MATCH, [])

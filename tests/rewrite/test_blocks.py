@@ -452,6 +452,20 @@ def test_an_excluded_part_keeps_the_layer_in_parts(inner: str) -> None:
     assert all(name == inner or name.startswith(f"{inner}.") for name in excluded)
 
 
+def test_constants_inside_a_te_module_are_in_no_state_dict_but_tes_own() -> None:
+    model = perturb(Block(norm=lambda width, eps: nn.LayerNorm(width, eps, bias=False))).eval()
+    root: Any = convert(model, (X,)).model
+    filled = {name for name, p in root.named_parameters() if name.endswith("layer_norm_bias")}
+    assert len(filled) == 2
+    assert not filled & root.state_dict().keys()
+    assert filled <= te_convert.te_state_dict(root).keys()
+    assert list(te_convert.original_state_dict(root)) == list(model.state_dict())
+    for state in (root.state_dict(), te_convert.te_state_dict(root), te_convert.original_state_dict(root)):
+        assert not any(root.load_state_dict(state))
+    assert all(not root.get_parameter(name).any() for name in filled)
+    assert_close(root(X), model(X))
+
+
 def test_a_failed_transaction_leaves_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     model = perturb(Model()).eval()
     before, state = layout(model), copy.deepcopy(model.state_dict())

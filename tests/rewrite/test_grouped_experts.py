@@ -125,13 +125,43 @@ def test_calls_that_the_grouped_products_do_not_take_run_the_original() -> None:
     tokens, weights, index = floats(6, WIDTH), floats(6, 2, seed=5), torch.tensor(ROUTES["sentinel"])
     record = records(grouped)["grouped"]
     executed = record.executed
-    assert torch.equal(grouped(weights=weights, tokens=tokens, index=index), experts(tokens, index, weights))
+    short = index.to(torch.int16)
+    assert torch.equal(grouped(tokens, short, weights), experts(tokens, short, weights))
     assert (record.executed, record.fallbacks) == (executed, 1)
-    assert_close(grouped(tokens, weights=weights, index=index.clone()), experts(tokens, index, weights))
-    assert_close(grouped(tokens, index=index, weights=weights), experts(tokens, index, weights))
-    assert (record.executed, record.fallbacks) == (executed + 1, 2)
+    assert torch.equal(grouped(weights=weights, tokens=tokens, index=short), experts(tokens, short, weights))
+    assert (record.executed, record.fallbacks) == (executed, 2)
     with pytest.raises(TypeError):
         grouped(tokens, index)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weight'"):
+        grouped(tokens, index, weight=weights)
+    with pytest.raises(TypeError, match="multiple values"):
+        grouped(tokens, index, index=weights)
+
+
+def test_arguments_are_bound_by_name() -> None:
+    experts, grouped = routed(Experts())
+    tokens, weights, index = floats(6, WIDTH), floats(6, 2, seed=5), torch.tensor(ROUTES["sentinel"])
+    record, expected = records(grouped)["grouped"], experts(tokens, index, weights)
+    executed = record.executed
+    assert_close(grouped(weights=weights, tokens=tokens, index=index), expected)
+    assert_close(grouped(tokens, weights=weights, index=index), expected)
+    assert_close(grouped(tokens, index=index, weights=weights), expected)
+    assert (record.executed, record.fallbacks) == (executed + 3, 0)
+
+
+def test_a_model_that_calls_its_experts_by_name_in_another_order() -> None:
+    class Named(MoE):
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = x.reshape(-1, x.shape[-1])
+            weights, index = self.router(tokens).softmax(-1).topk(self.top_k, -1)
+            out: Tensor = self.experts(weights=weights, index=index, tokens=tokens)
+            return out.reshape(x.shape)
+
+    model = perturb(Named(Experts())).eval()
+    result = convert(model, (X,))
+    assert list(records(result.model)) == ["experts.grouped"]
+    assert_close(result.model(X), model(X))
+    assert records(result.model)["experts.grouped"].fallbacks == 0
 
 
 def test_the_weights_are_views_and_read_as_stacks() -> None:

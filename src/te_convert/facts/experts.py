@@ -17,6 +17,8 @@ _TOLERANCE = 5e-6
 _MAX_ELEMENTS = 1 << 26
 """Larger stacks are probed with one expert's weights for all; the verification compares them on their own weights anyway."""
 
+_NAMES: dict[type[nn.Module], tuple[str, ...]] = {}
+
 
 @dataclass(frozen=True)
 class ExpertsFacts:
@@ -27,7 +29,6 @@ class ExpertsFacts:
         fc2: name of the stacked parameter [experts, hidden_size, ffn_hidden_size].
         gated: the first half of the rows is activated, the second multiplies.
         activation: name in ACTIVATIONS.
-        arguments: names of the three parameters of forward.
     """
 
     fc1: str
@@ -37,7 +38,6 @@ class ExpertsFacts:
     ffn_hidden_size: int
     gated: bool
     activation: str
-    arguments: tuple[str, str, str]
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,17 @@ def looks_like_experts(module: nn.Module) -> bool:
     return len(own) == 2 and all_own and all(p.dim() == 3 for p in own) and own[0].shape[0] == own[1].shape[0] > 1
 
 
+def argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the arguments that a class's forward takes by keyword as well as by position, in their order."""
+    if cls not in _NAMES:
+        both = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        _NAMES[cls] = tuple(p.name for p in inspect.signature(cls.forward).parameters.values() if p.kind is both)[1:]
+    return _NAMES[cls]
+
+
 def probe_experts(module: nn.Module, top_k: int) -> ExpertsFacts | NotExperts:
     """What a module computes for tokens [t, hidden], expert indices [t, top_k] and weights [t, top_k]."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
-    if len(arguments) != 3 or "args" in arguments:
-        arguments = ["hidden_states", "top_k_index", "top_k_weights"]
     other = NotExperts("it computes something else than fc2(act(fc1(x))) per expert")
     problems: list[NotExperts] = []
     for fc1, fc2 in itertools.permutations(names):
@@ -73,7 +78,7 @@ def probe_experts(module: nn.Module, top_k: int) -> ExpertsFacts | NotExperts:
             problems.append(other)
         else:
             count = module._parameters[fc1].shape[0]  # type: ignore[union-attr]
-            return ExpertsFacts(fc1, fc2, count, hidden, ffn, rows == 2 * ffn, found, (arguments[0], arguments[1], arguments[2]))
+            return ExpertsFacts(fc1, fc2, count, hidden, ffn, rows == 2 * ffn, found)
     return other if other in problems or not problems else problems[0]
 
 

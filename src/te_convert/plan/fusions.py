@@ -130,23 +130,53 @@ def _new_object(fqn: str, fusion: Fusion, decision: Decision) -> tuple[Reason, .
 def _ask_about_blocks(known: _Sites, sites: Sites, result: _Result) -> None:
     """Offer every module to the block rules, outermost first, unless the caller excluded it or a part of it."""
     config = known.config
+    unwelcome = {site.fqn: excluded(site, config.include, config.exclude) for site, _ in sites}
     unwanted = [
         site.fqn
         for site, decision in sites
-        if (decision is not None and decision.outcome is Outcome.EXCLUDED)
-        or (site.parameters and excluded(site, config.include, config.exclude) is not None)
+        if (decision is not None and decision.outcome is Outcome.EXCLUDED) or (site.parameters and unwelcome[site.fqn] is not None)
     ]
     for site, decision in sites:
         prefix = f"{site.fqn}." if site.fqn else ""
         if site.fqn in result.taken or any(map(site.fqn.startswith, result.whole)):
             continue
-        if any(name == site.fqn or name.startswith(prefix) for name in unwanted):
-            continue
         if is_te(site.module) or (decision is not None and decision.fused_into is not None):
             continue
         block = Block(site, known.modules, known.capture, known.config.allow, known.linears, known.norms)
+        because = unwelcome[site.fqn]
+        if because is not None:
+            _exclude(block, because, result)
+        if because is not None or any(name.startswith(prefix) for name in unwanted):
+            continue
         for rule in BLOCK_RULES:
             _ask_block(rule, block, result)
+
+
+def _exclude(block: Block, because: Reason, result: _Result) -> None:
+    """Say of a module that a block rule would have looked at that the caller excluded it."""
+    fqn = block.site.fqn
+    before = result.decisions.get(fqn)
+    if (before is None or before.outcome is Outcome.NO_MATCH) and any(_looks_like(rule, block) for rule in BLOCK_RULES):
+        before = before or _no_match(block.site)
+        result.decisions[fqn] = result.changed[fqn] = replace(before, outcome=Outcome.EXCLUDED, reasons=(because, *before.reasons))
+
+
+def _looks_like(rule: BlockRule, block: Block) -> bool:
+    try:
+        return rule.looks_like(block)
+    except Exception:  # a rule that breaks would have been named, had the module been asked about
+        return False
+
+
+def _no_match(site: Candidate) -> Decision:
+    return Decision(
+        fqn=site.fqn,
+        kind=type(site.module).__name__,
+        class_name=type(site.module).__name__,
+        outcome=Outcome.NO_MATCH,
+        aliases=site.aliases,
+        calls=len(site.calls),
+    )
 
 
 def _ask_block(rule: BlockRule, block: Block, result: _Result) -> None:
@@ -156,14 +186,7 @@ def _ask_block(rule: BlockRule, block: Block, result: _Result) -> None:
     except Exception as error:
         found = Found(advices={site.fqn: (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),)})
     if site.fqn not in result.decisions and (found.fusions or found.advices):
-        result.decisions[site.fqn] = Decision(
-            fqn=site.fqn,
-            kind=type(site.module).__name__,
-            class_name=type(site.module).__name__,
-            outcome=Outcome.NO_MATCH,
-            aliases=site.aliases,
-            calls=len(site.calls),
-        )
+        result.decisions[site.fqn] = _no_match(site)
     for fqn, reasons in found.advices.items():
         result.advise(fqn, reasons)
     for fusion in found.fusions:

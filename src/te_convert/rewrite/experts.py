@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from te_convert.facts.experts import argument_names
 from te_convert.rewrite.fused import RECORDS, FusedRecord
 from te_convert.rewrite.lazy import can_defer, unwrap
 from te_convert.rewrite.loans import Borrower
@@ -18,7 +19,7 @@ class GroupedForward(Borrower):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """[tokens, hidden], [tokens, k], [tokens, k] → [tokens, hidden]."""
         record: FusedRecord = self.__dict__[RECORDS]
-        tensors = [unwrap(value) for value in (*args, *kwargs.values())]
+        tensors = [unwrap(value) for value in self._in_order(args, kwargs)]
         if record.enabled and len(tensors) == 3 and _fits(*tensors):
             module: Any = record.module
             y: Tensor = module.te_forward(*tensors)
@@ -27,6 +28,13 @@ class GroupedForward(Borrower):
         if record.enabled:
             record.fallbacks += 1
         return self.eager(*args, **kwargs)
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments as the original's signature orders them; () when it does not take them."""
+        if not kwargs:
+            return args
+        names = argument_names(self._te_base)[len(args) :]
+        return (*args, *[kwargs[name] for name in names if name in kwargs]) if kwargs.keys() <= set(names) else ()
 
 
 def _fits(hidden: Any, index: Any, weights: Any) -> bool:

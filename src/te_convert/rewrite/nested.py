@@ -22,7 +22,7 @@ PLACE = "_te_convert_place"
 
 
 class _Quiet(nn.Module):
-    """Writes no empty ``_extra_state`` and misses neither that nor a constant; writes nothing in the original layout."""
+    """Writes neither an empty ``_extra_state`` nor a constant, and misses neither; writes nothing in the original layout."""
 
     _te_base: type[nn.Module]
 
@@ -31,6 +31,8 @@ class _Quiet(nn.Module):
             return
         super()._save_to_state_dict(destination, prefix, keep_vars)
         drop_empty_extra_state(destination, prefix)
+        for name in self.__dict__.get(_FILLED, ()):
+            destination.pop(prefix + name, None)
 
     def _load_from_state_dict(
         self,

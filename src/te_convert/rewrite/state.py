@@ -54,11 +54,10 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
     names = module_names(model)
     for _, module in converted_modules(model):
         for name in names[id(module)]:
-            prefix = f"{name}." if name else ""
-            for parameter_name, parameter in module._parameters.items():
-                if parameter is not None:
-                    state[prefix + parameter_name] = parameter.detach()
             for path, part in te_parts(module):
+                for parameter_name, parameter in part._parameters.items():
+                    if parameter is not None:
+                        state[".".join(filter(None, (name, path, parameter_name)))] = parameter.detach()
                 if type(part).get_extra_state is not nn.Module.get_extra_state:
                     key = ".".join(filter(None, (name, path, EXTRA_STATE)))
                     state.setdefault(key, torch.empty(0, dtype=torch.uint8))

@@ -8,7 +8,8 @@ that is not known here: their Linears are converted one by one.
 
 from __future__ import annotations
 
-from te_convert.facts.experts import ExpertsFacts, looks_like_experts, probe_experts
+from te_convert.capture.graph import ModuleCall
+from te_convert.facts.experts import ExpertsFacts, argument_names, looks_like_experts, probe_experts
 from te_convert.match.blocks import Block
 from te_convert.match.fusion import Fusion, Member
 from te_convert.match.groups import Found
@@ -73,9 +74,18 @@ class ExpertsRule(BlockRule):
         )
 
 
+def _in_order(block: Block, call: ModuleCall, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a call's tensors in the order of the signature, whatever the order of its keywords was."""
+    names = argument_names(type(block.site.module))[call.n_positional :]
+    named = dict(zip(call.keywords, shapes[call.n_positional :], strict=False))
+    if len(shapes) != call.n_positional + len(call.keywords) or not named.keys() <= set(names):
+        return shapes
+    return (*shapes[: call.n_positional], *[named[name] for name in names if name in named])
+
+
 def _recognise(block: Block) -> ExpertsFacts | Reason:
-    shapes = {tuple(shape) for call in block.tensor_calls() for shape in call}
-    calls = block.tensor_calls()
+    calls = [_in_order(block, call, shapes) for call, shapes in zip(block.site.calls, block.tensor_calls(), strict=True)]
+    shapes = {tuple(shape) for call in calls for shape in call}
     if not calls or any(len(call) != 3 or len(call[0]) != 2 or len(call[1]) != 2 for call in calls):
         return reason(ReasonCode.MOE_FORM, f"called with tensors of shapes {sorted(shapes)}, not (tokens, indices, weights)")
     if block.is_meta:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from te_convert.capture.fake import is_meta
 from te_convert.capture.scenario import normalize_inputs
@@ -24,6 +25,7 @@ from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.report.model import Report
+from te_convert.rewrite import optimizer as optimizers
 from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.checkpoints import in_recipe
 from te_convert.rewrite.fused import fused_record
@@ -67,6 +69,7 @@ __all__ = [
     "open_model",
     "original_state_dict",
     "parse_inputs",
+    "remap_optimizer",
     "revert",
     "save",
     "te_state_dict",
@@ -82,12 +85,14 @@ class Result:
         model: the converted model, or the model unchanged when nothing could be converted safely.
         report: site by site, what happened and why, with parity figures.
         plan: the decisions that ``model`` carries.
+        origins: the Parameter objects of the model that was converted, for :func:`remap_optimizer`.
     """
 
     model: nn.Module
     report: Report
     plan: Plan
     source: ModelSource | None = field(default=None, compare=False)
+    origins: optimizers.Origins = field(default_factory=optimizers.Origins, compare=False, repr=False)
 
     @property
     def converted(self) -> bool:
@@ -175,7 +180,8 @@ def convert(
         raise InputError(
             "the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan"
         )
-    return Result(*Conversion(model, config, normalize_inputs(example_inputs)).run())
+    origins = optimizers.record_origins(model)
+    return Result(*Conversion(model, config, normalize_inputs(example_inputs)).run(), origins=origins)
 
 
 def analyze(
@@ -240,6 +246,27 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
         status = parity.status if curve.passed else "failed"
         parity = replace(parity, status=status, scenarios=(*parity.scenarios, curve))
     return parity
+
+
+def remap_optimizer(optimizer: Optimizer, result: Result, *, inplace: bool = False) -> Optimizer:
+    """An optimizer of the converted parameters that goes on where ``optimizer``, one of the original's, is now.
+
+    Moments and momenta of joined weights are joined as the weights are; param groups and their settings stay.
+
+    Args:
+        optimizer: has parameters of the model that was given to :func:`convert`.
+        result: what :func:`convert` returned.
+        inplace: change ``optimizer`` itself, which keeps its learning-rate schedulers; otherwise it stays as it is.
+
+    Raises:
+        InputError: not an optimizer, none of its parameters are the model's, or parameters that became one are in param groups
+            with different settings or have state that cannot be joined; nothing was changed.
+    """
+    given: tuple[Any, Any] = (optimizer, result)
+    if not isinstance(given[0], Optimizer) or not isinstance(given[1], Result):
+        kinds = " and ".join(type(each).__name__ for each in given)
+        raise InputError(f"remap_optimizer takes a torch optimizer and the result of convert(), got {kinds}")
+    return optimizers.follow_conversion(optimizer, result.origins, result.model, inplace)
 
 
 def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Module:

@@ -19,6 +19,7 @@ from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
 from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
+from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import SITE_ATTRIBUTE, Plan
@@ -265,12 +266,13 @@ def check_model(model: Any) -> None:
     """Only plain modules are converted.
 
     Raises:
-        InputError: not a module, or wrapped by torch.compile.
+        InputError: not a module, wrapped for training or by torch.compile, or sharded.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"convert takes an nn.Module, got {type(model).__name__}", "pass the model itself")
-    if type(model).__name__ == "OptimizedModule" and hasattr(model, "_orig_mod"):
-        raise InputError("the model is wrapped by torch.compile", "convert model._orig_mod, then compile the result")
+    wrapped = find_wrapper(model)
+    if wrapped is not None:
+        raise InputError(*wrapped)
 
 
 def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig, figures: RecipeFigures | None) -> tuple[str, ...]:

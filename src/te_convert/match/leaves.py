@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import nn
 
 from te_convert.capture.leaves import is_builtin_leaf
@@ -25,7 +26,8 @@ class LeafPolicy:
             return hasattr(module, "parametrizations") and (looks_like_linear(module) or looks_like_norm(module))
         if is_builtin_leaf(module) or looks_like_linear(module) or looks_like_norm(module):
             return True
-        return is_activation_candidate(module) and self._is_activation(module)
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        return not scripted and is_activation_candidate(module) and self._is_activation(module)
 
     def _is_activation(self, module: nn.Module) -> bool:
         key = kind_key(module)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from te_convert.facts.wrappers import is_sharded
 from te_convert.rewrite.lazy import unwrap
 from te_convert.weights.ops import Move, gather
 
@@ -97,8 +98,23 @@ class Borrower(nn.Module):
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's forward on the borrowed parameters, and on values of lazy tensors."""
+        self._check_gathered(args)
         values = {name: unwrap(value) for name, value in kwargs.items()}
         return self._te_base.forward(self, *map(unwrap, args), **values)
+
+    def _check_gathered(self, args: tuple[Any, ...]) -> None:
+        """FSDP2 gathers the parameters of one unit at a time; a member in another unit than its fused module finds them sharded."""
+        if any(map(is_sharded, args)):  # tensor parallelism by DTensors computes on shards
+            return
+        for name, loan in self.__dict__[LOANS].items():
+            _, _, module, held = loan.pieces[0]
+            if is_sharded(module._parameters[held]):
+                whole = loan.record.decision.fqn
+                raise RuntimeError(
+                    f"te_convert: {name} of this {self._te_base.__name__} is part of {whole}, which is in another "
+                    "fully_shard unit and is not gathered here; give both one unit (fully_shard each block, not its parts), "
+                    "or convert with fuse=False"
+                )
 
     def borrowed(self) -> tuple[torch.Tensor, ...]:
         """The borrowed parameters."""

@@ -15,6 +15,7 @@ from te_convert.rewrite.apply import restore_site
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import original_layout
 from te_convert.rewrite.nested import te_parts
+from te_convert.rewrite.optimizer import move_optimizer, plan_back
 from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
 from te_convert.rewrite.state_keys import EXTRA_STATE
 from te_convert.weights.ops import Fill, Transpose, WeightMap
@@ -106,17 +107,24 @@ def load_original_state_dict(model: nn.Module, state_dict: Mapping[str, Any], st
     return model.load_state_dict(translated, strict=strict)
 
 
-def revert(model: nn.Module) -> nn.Module:
+def revert(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
     """Put every original module back, with the values that the converted ones have now; in place.
+
+    Args:
+        model: the converted model.
+        optimizer: one of its parameters; it is given the original ones, with their state, in place.
 
     Returns:
         The root: ``model`` itself, or the original when the root was converted.
 
     Raises:
-        InputError: not a module.
+        InputError: not a module; or, with the model put back already, the optimizer's state cannot be moved.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"revert takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    links = None if optimizer is None else plan_back(model)
     for _, module in converted_modules(model):
         model = restore_site(model, module)
+    if optimizer is not None and links is not None:
+        move_optimizer(optimizer, links(model), inplace=True)
     return model

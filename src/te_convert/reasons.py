@@ -69,6 +69,7 @@ class ReasonCode(str, Enum):
     MLP_SHAPE = "mlp.shape"
     MLP_DROPOUT = "mlp.dropout"
     MOE_FORM = "moe.form"
+    MOE_FORWARD = "moe.forward"
     BLOCK_FORM = "block.form"
     BLOCK_DROPOUT = "block.dropout"
     BLOCK_CACHE = "block.cache"
@@ -342,6 +343,11 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "Stacked weights that are not those of experts of a known form, so they stay as they are.",
         "TE's grouped products need act(x @ W1) @ W2 per expert, called with tokens, indices and weights",
+    ),
+    ReasonCode.MOE_FORWARD: ReasonInfo(
+        _A,
+        "A mixture of expert modules is not proved to compute just that, so its Linears are converted one by one.",
+        "TE's grouped products need bias-free experts, one gate, a softmax with top-k, and nothing else in the mixture",
     ),
     ReasonCode.FUSION_FAILED: ReasonInfo(
         _A, "A fusion rule failed here; the sites are converted one by one.", "please report it with the detail"

@@ -20,6 +20,7 @@ from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.build import constructor_arguments, module_class
 from te_convert.rewrite.fused import fused_record
 from tests.rewrite import attention_models, layer_models
+from tests.rewrite.mixture_samples import Layer, Mixture
 from tests.rewrite.rewrite_samples import perturb
 from tests.te_contract.te_on_cpu import needs_te, te_on_cpu
 
@@ -159,6 +160,7 @@ CASES: dict[str, Case] = {
         {"input_ids": attention_models.ids()},
         {"Linear": 2, "RMSNorm": 2, "LayerNormLinear": 1, "GroupedLinear": 1, "DotProductAttention": 1},
     ),
+    "expert modules": torch_case(lambda: Layer(Mixture()).eval(), (2, 7, 16), Linear=1, LayerNorm=1, GroupedLinear=1),
     "encoder, pre-norm": torch_case(partial(encoder, True, True), X, TransformerLayer=2),
     "encoder, post-norm": torch_case(partial(encoder, False, True), X, TransformerLayer=2),
     "encoder, sequence first": torch_case(partial(encoder, True, False), X, TransformerLayer=2),

@@ -100,11 +100,35 @@ class DotProductAttentionSpec:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a mixture whose experts are modules chooses among them.
+
+    Attributes:
+        gate: name of the module inside the mixture that computes the logits.
+        router: name in facts/routers.py.
+        top_k: experts of a token.
+        dims: dimensions of the mixture's input.
+        flat: the gate gets it as [tokens, hidden].
+        logits: the mixture returns (output, logits).
+        eval_only: in training mode it computes something else (noise).
+    """
+
+    gate: str
+    router: str
+    top_k: int
+    dims: int
+    flat: bool
+    logits: bool
+    eval_only: bool
+
+
+@dataclass(frozen=True)
 class GroupedExpertsSpec:
     """Two ``te.GroupedLinear``, ``fc1`` and ``fc2``, with an activation between: the experts of a mixture.
 
     ``activation`` is a name of facts/activations.py; with ``gated`` it applies to the first half of fc1's output, the second
-    half multiplies.  Each expert's rows are padded to ``row_multiple``, which is what the recipe needs.
+    half multiplies.  Each expert's rows are padded to ``row_multiple``, which is what the recipe needs.  ``routing`` is that of
+    experts which are modules; None where the caller of stacked experts chooses.
     """
 
     name: ClassVar[str] = "te.GroupedLinear"
@@ -115,6 +139,11 @@ class GroupedExpertsSpec:
     activation: str
     row_multiple: int
     dtype: str
+    routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.routing, dict):  # as JSON has it
+            object.__setattr__(self, "routing", Routing(**self.routing))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from te_convert.rewrite.fused import RECORDS, ROWS, DeferringNorm, FusedReader, 
 from te_convert.rewrite.fused_files import unwatch_scope, watch_scope
 from te_convert.rewrite.fused_parameters import Own, fill_parameters, own_parameters, parameters_back
 from te_convert.rewrite.loans import LOANS, Borrower, Loan, give_back, is_borrower, lend
+from te_convert.rewrite.mixture import MixtureForward, MixtureRecord
 from te_convert.rewrite.nested import quiet_children
 from te_convert.rewrite.site import site_class
 from te_convert.rewrite.transformers_layer import LayerRecord, TransformersLayer
@@ -70,6 +71,8 @@ def _record_class(fusion: Fusion) -> type[FusedRecord]:
         return EagerRecord
     if fusion.member("block") is not None:
         return LayerRecord
+    if fusion.member("mixture") is not None:
+        return MixtureRecord
     return AttentionRecord if isinstance(fusion.spec, DotProductAttentionSpec) else FusedRecord
 
 
@@ -79,9 +82,9 @@ def _lend_all(record: FusedRecord, decisions: dict[str, Decision]) -> None:
         decision = decisions.get(member.fqn)
         if decision is not None:
             module.__dict__[MEMBER_ATTRIBUTE] = decision
-        if role == "block":
+        if role in ("block", "mixture"):
             module.__dict__[RECORDS] = record
-            lend(module, TransformersLayer, {})
+            lend(module, TransformersLayer if role == "block" else MixtureForward, {})
             continue
         prefix = inside(member.fqn, fusion.scope)
         loans = {

@@ -7,6 +7,7 @@ from importlib import metadata
 from te_convert.errors import InputError
 from te_convert.rules.base import AnyRule, BlockRule, FusionRule, Rule
 from te_convert.rules.conv1d import Conv1DRule
+from te_convert.rules.expert_modules import ExpertModulesRule
 from te_convert.rules.experts import ExpertsRule
 from te_convert.rules.layer_norm import LayerNormRule
 from te_convert.rules.linear import LinearRule
@@ -27,6 +28,7 @@ BLOCK_RULES: tuple[BlockRule, ...] = (
     TransformersLayerRule(),
     TransformerBlockRule(),
     ExpertsRule(),
+    ExpertModulesRule(),
 )
 """Asked about every module, outermost first; what one takes, nobody else sees."""
 FUSION_RULES: tuple[FusionRule, ...] = (NormMLPRule(), NormLinearRule(), SharedLinearRule())

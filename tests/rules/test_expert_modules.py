@@ -190,6 +190,17 @@ def test_near_misses(name: str) -> None:
         assert found.get("moe.experts.0.w2").outcome is Outcome.CONVERTED
 
 
+def test_what_is_too_large_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = Mixture()
+    size = sum(parameter.numel() for parameter in moe.experts.parameters())
+    monkeypatch.setattr("te_convert.match.mixtures.PROBED_ELEMENTS", size)
+    assert "moe.grouped" in [fusion.fqn for fusion in plan(moe).fusions]
+    monkeypatch.setattr("te_convert.match.mixtures.PROBED_ELEMENTS", size - 1)
+    found = plan(moe)
+    assert "moe.grouped" not in [fusion.fqn for fusion in found.fusions]
+    assert f"its experts have {size:,} weights" in found.get("moe").reasons[0].detail
+
+
 def test_noise_recorded_in_training() -> None:
     moe = Mixture()
     moe.jitter_noise = 0.1

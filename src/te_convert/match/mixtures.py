@@ -17,6 +17,9 @@ from te_convert.reasons import Reason, ReasonCode, reason
 NAME = "grouped"
 """Of the grouped products among the mixture's children."""
 
+PROBED_ELEMENTS = 100_000_000
+"""Most weights of a mixture that are probed: the probe holds random ones in float64, 0.8 GB at this size."""
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -64,6 +67,9 @@ def mixture_obstacles(block: Block, mixture: Mixture) -> Iterator[Reason]:
         yield reason(ReasonCode.MOE_FORWARD, f"its forward was replaced on the instance, or it has something called {NAME}")
     if block.is_meta:
         yield reason(ReasonCode.MOE_FORWARD, "its weights are on the meta device, so its forward was not probed")
+    size = sum(parameter.numel() for expert in mixture.experts for parameter in expert.parameters())
+    if size > PROBED_ELEMENTS:
+        yield reason(ReasonCode.MOE_FORWARD, f"its experts have {size:,} weights, and at most {PROBED_ELEMENTS:,} are probed")
     if any(call.n_positional + len(call.keywords) != 1 or call.given != ("tensor",) for call in site.calls):
         yield reason(ReasonCode.MOE_FORWARD, "it is called with more than one tensor")
     dims = {len(call.input_shape or ()) for call in site.calls}

@@ -259,6 +259,16 @@ def test_a_wrong_stream_is_caught_by_the_slice(source: Path, tmp_path: Path, mon
     assert not (tmp_path / "te").exists()
 
 
+def test_large_embeddings_are_cut_in_the_slice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("te_convert.stream.slice._LARGE_BYTES", 0)
+    monkeypatch.setattr("te_convert.stream.slice._ROWS", 40)
+    write("llama", tmp_path / "hf")
+    result = te_convert.convert_checkpoint(tmp_path / "hf", tmp_path / "te")
+    assert result.report.parity.status == "slice"
+    assert "embeddings cut to 40 rows" in " ".join(result.report.notes)
+    assert tensors(tmp_path / "te")["lm_head.weight"].shape[0] == 64
+
+
 def test_a_site_that_fails_in_the_slice_is_left_in_every_layer(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,13 +172,13 @@ def canonical_names(model: nn.Module, stored: Stored) -> dict[str, str]:
 
 
 def _loader(stored: Stored, canonical: Mapping[str, str], checkpoint: Checkpoint) -> Any:
-    def load(name: str, shape: torch.Size) -> torch.Tensor | None:
+    def load(name: str, shape: torch.Size) -> tuple[torch.Tensor, bool] | None:
         layout = stored.layouts.get(canonical.get(name, name))
         if layout is None or layout.shape[1:] != tuple(shape[1:]) or len(layout.shape) != len(shape):
             return None
         if layout.shape == tuple(shape):
-            return read_layout(layout, checkpoint)
-        return read_layout(layout, checkpoint, shape[0] + 1) if layout.shape[0] > shape[0] else None
+            return read_layout(layout, checkpoint), True
+        return (read_layout(layout, checkpoint, shape[0]), False) if layout.shape[0] > shape[0] else None
 
     return load
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from te_convert.emit.slots import find_slots
@@ -148,8 +147,3 @@ def _merged(name: str, patterns: Mapping[Any, list[str]], model: nn.Module) -> l
 def _natural(key: str) -> list[tuple[int, str]]:
     """Experts in the order of their numbers."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")]
-
-
-def outline_dtype(model: nn.Module) -> torch.dtype:
-    """dtype of the parameters of a model."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,8 +53,16 @@ class SliceResult:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-Load = Callable[[str, torch.Size], torch.Tensor | None]
-"""(name, shape in the slice) → the real tensor, or its first rows; None when there is none of that name or shape."""
+Load = Callable[[str, torch.Size], tuple[torch.Tensor, bool] | None]
+"""(name, shape in the slice) → the real tensor or its first rows, and whether it is whole; None when there is none that fits."""
+
+
+class Shallow(NamedTuple):
+    """A config with few layers, and the rows to which large embeddings are cut (None: they are not)."""
+
+    config: Any
+    layers: int
+    rows: int | None
 
 
 def verify_slice(outline: nn.Module, plan: Plan, load: Load, backend: str, most_bytes: int) -> SliceResult:
@@ -72,15 +80,15 @@ def verify_slice(outline: nn.Module, plan: Plan, load: Load, backend: str, most_
     """
     nothing = Parity("not-verified", backend)
     try:
-        config, cut = _shallow(outline, plan)
+        shallow = _shallow(outline, plan)
     except ValueError as error:
         return SliceResult(replace(nothing, notes=(f"no slice was compared: {error}",)))
     try:
         with torch.random.fork_rng(devices=[]):
-            model = build_from_config(type(outline), config)
+            model = build_from_config(type(outline), shallow.config)
         _check_size(model, min(most_bytes, _physical_bytes() // 10))
         whole = _fill(model, load)
-        return _compare(model, _part(plan, model), config, cut, whole, backend)
+        return _compare(model, _part(plan, model), shallow, whole, backend)
     except Exception as error:
         return SliceResult(replace(nothing, notes=(f"no slice was compared: {describe_error(error)}",)))
 
@@ -96,8 +104,7 @@ def _check_size(model: nn.Module, most_bytes: int) -> None:
         raise ValueError(f"its weights have {size / 1e9:.1f} GB, more than the {most_bytes / 1e9:.1f} GB that may be used")
 
 
-def _shallow(outline: nn.Module, plan: Plan) -> tuple[Any, int | None]:
-    """A config with few layers, and the rows to which large embeddings are cut (None: they are not)."""
+def _shallow(outline: nn.Module, plan: Plan) -> Shallow:
     config: Any = copy.deepcopy(getattr(outline, "config", None))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name = next((each for each in _DEPTHS if isinstance(getattr(text, each, None), int)), None)
@@ -111,14 +118,14 @@ def _shallow(outline: nn.Module, plan: Plan) -> tuple[Any, int | None]:
     vocabulary = getattr(text, "vocab_size", None)
     embeddings = [m for m in outline.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocabulary]
     if not any(m.weight.numel() * m.weight.element_size() > _LARGE_BYTES for m in embeddings):
-        return config, None
+        return Shallow(config, depth, None)
     for holder in {id(config): config, id(text): text}.values():
         for key, value in list(vars(holder).items()):
             if key.endswith("_token_id") and isinstance(value, int) and value >= _ROWS:
                 setattr(holder, key, None)
         if getattr(holder, "vocab_size", None) == vocabulary:
             holder.vocab_size = _ROWS
-    return config, _ROWS
+    return Shallow(config, depth, _ROWS)
 
 
 def _layers_to_see(plan: Plan) -> int:
@@ -141,11 +148,11 @@ def _fill(model: nn.Module, load: Load) -> set[str]:
         if not slot.persistent:
             continue
         shape = slot.tensor.shape
-        value = load(name, shape)
-        if value is None:
+        found = load(name, shape)
+        if found is None:
             raise ValueError(f"the checkpoint has nothing for {name} {list(shape)}")
-        slot.tensor.data = value[: shape[0]].clone() if value.shape != shape else value
-        if value.shape == shape:
+        slot.tensor.data, is_whole = found
+        if is_whole:
             whole.add(name)
     return whole
 
@@ -168,7 +175,7 @@ def _part(plan: Plan, model: nn.Module) -> Plan:
     return replace(plan, decisions=tuple(decisions), fusions=fusions)
 
 
-def _compare(model: nn.Module, plan: Plan, config: Any, cut: int | None, whole: set[str], backend: str) -> SliceResult:
+def _compare(model: nn.Module, plan: Plan, shallow: Shallow, whole: set[str], backend: str) -> SliceResult:
     scenario = derive_scenario(model.eval())
     if scenario is None:
         raise ValueError("no inputs could be derived")
@@ -176,13 +183,11 @@ def _compare(model: nn.Module, plan: Plan, config: Any, cut: int | None, whole: 
     reference = record_reference(model, (scenario,), hide_padding=attention)
     applied = apply_plan(model, plan, backend)
     parity = verify_applied(applied, reference)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layers = next(int(getattr(text, each)) for each in _DEPTHS if isinstance(getattr(text, each, None), int))
     refused = {generalised(site.fqn): site.why for site in parity.reverted}
     status = "slice" if parity.status == "passed" else parity.status
-    rows = f", embeddings cut to {cut} rows" if cut is not None else ""
-    note = f"a model of {layers} layers with the weights of layers 0 to {layers - 1} was compared{rows}"
-    found = SliceResult(replace(parity, status=status, notes=(note, *parity.notes)), layers, refused=refused)
+    rows = f", embeddings cut to {shallow.rows} rows" if shallow.rows is not None else ""
+    note = f"a model of {shallow.layers} layers with the weights of layers 0 to {shallow.layers - 1} was compared{rows}"
+    found = SliceResult(replace(parity, status=status, notes=(note, *parity.notes)), shallow.layers, refused=refused)
     if not refused:
         found.digests = _digests(applied.model, whole)
     return found

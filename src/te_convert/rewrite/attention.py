@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +26,20 @@ from te_convert.rewrite.lazy import can_defer
 from te_convert.rewrite.loans import give_back, is_borrower, lend
 
 _NO_BACKEND = "No dot product attention backend is available"
+
+
+def unless_unsupported(call: Callable[[], Tensor]) -> Tensor | None:
+    """What TE or a twin computes; None where no backend of theirs computes such a call."""
+    try:
+        return call()
+    except NotSupportedError:
+        return None
+    except ValueError as error:
+        if _NO_BACKEND not in str(error):
+            raise
+        return None
+
+
 _EXACT: ContextVar[bool] = ContextVar("te_convert_exact_dropout", default=False)
 
 
@@ -90,14 +104,7 @@ class AttentionRecord(FusedRecord):
         return None if masking is None else AttentionRun(call, masking)
 
     def _try(self, run: AttentionRun) -> Tensor | None:
-        try:
-            return run.converted(self.module)
-        except NotSupportedError:
-            return None
-        except ValueError as error:
-            if _NO_BACKEND not in str(error):
-                raise
-            return None
+        return unless_unsupported(lambda: run.converted(self.module))
 
     def run_again(self, inputs: Inputs) -> Tensor:
         """The TE module on a call that was observed."""

@@ -15,16 +15,13 @@ from te_convert.facts.attention import NAMES, base_implementation
 from te_convert.match.block_parts import dropout_attributes
 from te_convert.match.layer_calls import CAPTURING, bind_arguments, extra_arguments, has_cache, takes_mask
 from te_convert.match.torch_layers import has_hooks
-from te_convert.reference.unsupported import NotSupportedError
 from te_convert.replacements.specs import TransformerLayerSpec, torch_dtype
-from te_convert.rewrite.attention import register
+from te_convert.rewrite.attention import register, unless_unsupported
 from te_convert.rewrite.attention_masks import mask_facts
 from te_convert.rewrite.blocks import drops, would_round_residuals
 from te_convert.rewrite.fused import RECORDS, FusedRecord, Inputs
 from te_convert.rewrite.lazy import can_defer
 from te_convert.rewrite.loans import Borrower
-
-_NO_BACKEND = "No dot product attention backend is available"
 
 
 @dataclass(frozen=True)
@@ -135,14 +132,7 @@ class LayerRecord(FusedRecord):
 
     def attempt(self, run: LayerRun) -> Tensor | None:
         """The TE layer's output, or None where no backend of TE's computes it."""
-        try:
-            return run.converted(self.module)
-        except NotSupportedError:
-            return None
-        except ValueError as error:
-            if _NO_BACKEND not in str(error):
-                raise
-            return None
+        return unless_unsupported(lambda: run.converted(self.module))
 
     def run_again(self, inputs: Inputs) -> Tensor:
         """The TE layer on a call that was observed."""

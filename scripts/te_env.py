@@ -140,7 +140,8 @@ def find_toolkit() -> Path:
     nvcc = shutil.which("nvcc")
     places = [os.environ.get("CUDA_HOME"), str(Path(nvcc).resolve().parent.parent) if nvcc else None, "/usr/local/cuda"]
     for place in filter(None, places):
-        if (Path(place) / "bin" / "nvcc").is_file():
+        # A wrapper of nvcc on the path may stand beside no headers at all.
+        if all((Path(place) / part).is_file() for part in ("bin/nvcc", "include/crt/host_config.h")):
             return Path(place)
     raise FailedError(
         f"no CUDA toolkit was found: Transformer Engine's extension is compiled with nvcc. Install CUDA {CUDA_MAJOR} "

@@ -1,7 +1,9 @@
 """Convert many architectures, built tiny from their configs, and count what happened.
 
-    python benchmarks/zoo.py                                # Transformers, timm, diffusers and hand-written models
+    python benchmarks/zoo.py                                # every source; needs diffusers, x-transformers, litgpt, open_clip_torch
     python benchmarks/zoo.py --source transformers --only bert,llama --json zoo.json
+    python benchmarks/zoo.py --shard 0/2 --json zoo-0.json & python benchmarks/zoo.py --shard 1/2 --json zoo-1.json; wait
+    python benchmarks/zoo_report.py zoo-*.json              # docs/coverage.md
 
 One JSON line per model: sites, outcomes, parity, gradients, seconds; then the totals of the README.  No weights are downloaded.
 """
@@ -9,13 +11,15 @@ One JSON line per model: sites, outcomes, parity, gradients, seconds; then the t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch import nn
-from zoo_models import DIFFUSERS, HAND, TIMM, architectures, build, build_diffusers, build_hand, build_timm
+from zoo_models import DIFFUSERS, HAND, TIMM, build_diffusers, build_hand, build_timm
+from zoo_more import MORE, build_more
+from zoo_transformers import architectures, build
 
 import te_convert
 
@@ -31,16 +37,30 @@ Row = dict[str, Any]
 _NOT_FUSED = {"fusion.calls-differ", "fusion.crosses-block", "fusion.tied"}
 
 
+SOURCES: dict[str, Callable[[], Sequence[str]]] = {
+    "transformers": architectures,
+    "timm": lambda: TIMM,
+    "diffusers": lambda: DIFFUSERS,
+    "hand": lambda: HAND,
+    **{source: partial(tuple, names) for source, (names, _) in MORE.items()},
+}
+"""For each source the names of its models."""
+
+
+def build_one(source: str, name: str) -> tuple[nn.Module, Any]:
+    """A model and the inputs for it, or None for a Transformers model, whose inputs are derived."""
+    if source in MORE:
+        return build_more(source, name)
+    if source == "transformers":
+        return build(name), None
+    return {"timm": build_timm, "diffusers": build_diffusers, "hand": build_hand}[source](name)
+
+
 def convert_one(source: str, name: str, limit_params: int) -> Row:
     """Build, convert, compare gradients, count."""
     head = {"source": source, "name": name}
     try:
-        model, inputs = {
-            "transformers": lambda n: (build(n), None),
-            "timm": build_timm,
-            "diffusers": build_diffusers,
-            "hand": build_hand,
-        }[source](name)
+        model, inputs = build_one(source, name)
         size = sum(p.numel() for p in model.parameters())
         if size > limit_params:
             return {**head, "status": "too-large", "params": size}
@@ -146,9 +166,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
 def models(source: str, only: list[str], shard: str) -> Iterator[tuple[str, str]]:
     """(source, name) of the models asked for."""
     index, total = map(int, shard.split("/"))
-    names = {"transformers": architectures, "timm": lambda: TIMM, "diffusers": lambda: DIFFUSERS, "hand": lambda: HAND}
-    for each in names if source == "all" else (source,):
-        yield from ((each, name) for name in only or list(names[each]())[index::total])
+    for each in SOURCES if source == "all" else (source,):
+        yield from ((each, name) for name in only or list(SOURCES[each]())[index::total])
 
 
 def totals(rows: list[Row]) -> Row:
@@ -177,10 +196,10 @@ def totals(rows: list[Row]) -> Row:
 def main() -> None:
     """Run, print, sum up."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--source", default="all", choices=["all", "transformers", "timm", "diffusers", "hand"])
+    parser.add_argument("--source", default="all", choices=["all", *SOURCES])
     parser.add_argument("--only", default="", help="comma-separated names")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th model, starting with the i-th")
-    parser.add_argument("--limit-params", type=int, default=30_000_000)
+    parser.add_argument("--limit-params", type=int, default=130_000_000)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -188,6 +207,7 @@ def main() -> None:
     for source, name in models(args.source, [n for n in args.only.split(",") if n], args.shard):
         rows.append(convert_one(source, name, args.limit_params))
         print(json.dumps(rows[-1], default=str), flush=True)
+        gc.collect()
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1, default=str))
     print(json.dumps(totals(rows), indent=1, default=str))

@@ -66,6 +66,18 @@ class ThroughHelper(Attention):
         return y
 
 
+class ThroughMethod(Attention):
+    """A method has the function's name (LitGPT)."""
+
+    def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y: Tensor = F.scaled_dot_product_attention(q, k, v)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        y: Tensor = self.proj(self.scaled_dot_product_attention(*self.heads(x, None)).transpose(1, 2).flatten(-2))
+        return y
+
+
 class Wrapped(Attention):
     @functools.wraps(Attention.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -124,6 +136,7 @@ def x(length: int = 7) -> Tensor:
         TorchAttribute,
         Nested,
         ThroughHelper,
+        ThroughMethod,
         Wrapped,
     ],
 )

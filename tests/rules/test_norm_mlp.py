@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import te_convert
 from te_convert.plan.model import Outcome
 from te_convert.reference.activations import ACTIVATION_NAMES, is_gated
 from te_convert.replacements.specs import LayerNormMLPSpec
@@ -234,12 +235,23 @@ def test_erf_gelu_is_refused_and_its_first_linear_fuses() -> None:
 
 
 def test_erf_gelu_that_is_allowed_is_in_the_plan_as_an_approximation() -> None:
-    import te_convert
-
     result = te_convert.convert(Feed(Plain(F.gelu)), (x_of(),), backend="reference", allow="gelu-tanh", verify=False)
     fusion = fusion_of(result.plan, "norm-mlp")
     assert fusion.approximation == "gelu-tanh"
     assert codes_of(result.plan, "mlp.fc1") == ["activation.approximated"]
+
+
+def test_an_idle_dropout_that_is_called_as_a_function_is_no_part_of_it() -> None:
+    class Idle(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.fc2(F.dropout(self.act(self.fc1(x)), 0.0, self.training))
+            return out
+
+    model = Feed(Idle(torch.relu))
+    assert not [m for m in fusion_of(proved(model), "norm-mlp").members if m.role == "dropout-inside"]
+    result = te_convert.convert(model, (x_of(),), backend="reference")
+    assert result.report.parity.passed
+    assert result.plan.fusions
 
 
 # ---- near misses -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from te_convert.capture.fake import is_meta
 from te_convert.capture.run import runs
 from te_convert.capture.scenario import Scenario, normalize_inputs
 from te_convert.capture.tensors import model_device
+from te_convert.capture.transformers_inputs import transformers_candidates
 
 _BATCH, _LENGTH = 2, 8
 _IMAGE_SIZES = (32, 64, 224)
@@ -51,7 +52,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Any]]:
     if size:
         yield "the model's default_cfg", _floats(model, _BATCH, *size)
     if _attribute(model, "main_input_name") is not None:
-        yield from _transformers_candidates(model)
+        yield from transformers_candidates(model)
     for source, tensor in _first_layer_tensors(model):
         yield from _fill_signature(model, source, tensor)
 
@@ -70,43 +71,6 @@ def _floats(model: nn.Module, *shape: int) -> torch.Tensor:
 
 def _ids(count: int) -> torch.Tensor:
     return torch.randint(0, max(count, 1), (_BATCH, _LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def _config_value(config: Any, *names: str, default: int) -> int:
-    for holder in (config, getattr(config, "vision_config", None), getattr(config, "text_config", None)):
-        for name in names:
-            value = getattr(holder, name, None)
-            if isinstance(value, (tuple, list)) and value:
-                value = value[0]
-            if isinstance(value, int) and value > 0:
-                return value
-    return default
-
-
-def _transformers_candidates(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    config, name = _attribute(model, "config"), model.main_input_name
-    ids = _ids(min(_config_value(config, "vocab_size", default=32), 1000))
-    image = _config_value(config, "image_size", default=224)
-    pixels = _floats(model, _BATCH, _config_value(config, "num_channels", default=3), image, image)
-    mels = _floats(
-        model,
-        _BATCH,
-        _config_value(config, "num_mel_bins", default=80),
-        _config_value(config, "max_source_positions", default=8) * 2,
-    )
-    source = "the Transformers config"
-    if name == "pixel_values":
-        yield source, {"pixel_values": pixels}
-        yield source, {"pixel_values": pixels, "input_ids": ids}
-    elif name == "input_features":
-        yield source, {"input_features": mels, "decoder_input_ids": ids}
-        yield source, {"input_features": mels}
-        yield source, {"input_features": mels.transpose(1, 2)}
-    elif name == "input_values":
-        yield source, {"input_values": _floats(model, _BATCH, 16000)}
-    yield source, {"input_ids": ids}
-    yield source, {"input_ids": ids, "decoder_input_ids": ids}
-    yield source, {"input_ids": ids, "pixel_values": pixels}
 
 
 def _first_layer_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import re
 import sys
@@ -122,9 +123,22 @@ def _parameters(function: AttentionFunction) -> frozenset[str]:
 
 
 def calls_itself(forward: Callable[..., Any]) -> bool:
-    """Whether a forward names torch's attention function in its own code, and is not the wrapper of another one."""
+    """Whether a forward reaches torch's attention function through a global of its own, and is not the wrapper of another one.
+
+    A method of that name (LitGPT has one) is not it: the function is then called from other code.
+    """
     code = getattr(forward, "__code__", None)
-    return code is not None and "scaled_dot_product_attention" in code.co_names and not hasattr(forward, "__wrapped__")
+    if code is None or hasattr(forward, "__wrapped__"):
+        return False
+    from_global = False  # whether the attribute that is loaded next belongs to a global, as in F.scaled_dot_product_attention
+    for instruction in dis.get_instructions(code):
+        if instruction.opname not in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
+            from_global = from_global and instruction.opname in ("EXTENDED_ARG", "PUSH_NULL")
+            continue
+        from_global = from_global or instruction.opname == "LOAD_GLOBAL"
+        if from_global and instruction.argval == "scaled_dot_product_attention":
+            return True
+    return False
 
 
 def compared_names(source: str) -> frozenset[str]:

@@ -93,7 +93,7 @@ def _fusion(
     *first, last = parts
     scope = common_scope([norm.fqn, f"{owner.fqn}.x"])
     roles = ("fc1",) if len(first) == 1 else ("gate", "up")
-    dropouts = [str(node.target) for node in mlp.region.dropouts(group.modules)]
+    dropouts = [str(node.target) for node in mlp.region.dropouts(group.modules) if node.op == "call_module"]
     inside_it = dict.fromkeys(str(node.target) for node in mlp.region.nodes if node.op == "call_module")
     members = (
         Member("norm", norm.fqn),

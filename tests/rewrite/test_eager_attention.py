@@ -46,7 +46,7 @@ class NanoGPT(Attention):
         length = x.shape[1]
         att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
         att = att.masked_fill(self.seen[:, :, :length, :length] == 0, float("-inf"))
-        return self.join(self.drop(F.softmax(att, dim=-1)) @ v)
+        return self.join(self.drop(F.softmax(att, dim=-1).type(att.dtype)) @ v)
 
 
 class Biased(Attention):

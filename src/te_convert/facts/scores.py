@@ -252,6 +252,8 @@ def _cast(scores: Scores, lazy: Any, name: str, args: tuple[Any, ...], kwargs: d
         return replace(scores, dtype=_CASTS[name]) if len(args) == 1 and not kwargs else None
     targets = [*args[1:], *(value for key, value in kwargs.items() if key not in ("copy", "non_blocking"))]
     dtype = scores.dtype
+    if name == "type" and len(targets) != 1:  # without an argument it tells the type's name
+        return None
     for target in targets:
         found = target.dtype if isinstance(target, Tensor) else target
         device = target.device if isinstance(target, Tensor) else scores.query.device
@@ -295,7 +297,7 @@ def _fits(scores: Scores, value: Tensor) -> bool:
 
 _HANDLERS = {
     "mul": _multiply, "div": _multiply, "add": _plus, "masked_fill": _fill, "where": _where, "softmax": _softmax,
-    "dropout": _dropout, "to": _cast, "type_as": _cast, **dict.fromkeys(_CASTS, _cast), **dict.fromkeys(_VIEWS, _view),
+    "dropout": _dropout, **dict.fromkeys(("to", "type", "type_as", *_CASTS), _cast), **dict.fromkeys(_VIEWS, _view),
 }  # fmt: skip
 _NAMES = {
     "__mul__": "mul", "__rmul__": "mul", "multiply": "mul", "__imul__": "mul_", "__truediv__": "div", "true_divide": "div",

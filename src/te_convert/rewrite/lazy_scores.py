@@ -30,7 +30,7 @@ _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "bi
 )
 _SHAPE_ONLY = frozenset({"expand_as", "type_as"})
 _ALIASING = frozenset(
-    {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous", "to", "type_as", "dropout"}
+    {"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "contiguous", "to", "type", "type_as", "dropout"}
 ) | (frozenset({"float", "half", "bfloat16"}))
 """Operations that may return their input, or a view of it."""
 

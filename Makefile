@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants fuzz clean
+.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants fuzz new-rule clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -87,6 +87,9 @@ mutants: setup ## plant mistakes into real conversions and count what the parity
 
 fuzz: setup ## convert 2000 models composed at random and check everything that a conversion promises (about half an hour)
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) tests/property/test_composed.py
+
+new-rule: setup ## write the files of a new rule: make new-rule NAME=in_out
+	@$(BIN)/python scripts/new_rule.py "$(NAME)"
 
 clean: ## remove caches and build outputs (.venv stays)
 	rm -rf build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache .coverage htmlcov

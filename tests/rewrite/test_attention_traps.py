@@ -122,6 +122,20 @@ def test_a_model_that_compares_the_name_is_refused() -> None:
     assert all(codes(site) == ["attention.name-compared"] for site in plan.sites if site.kind == "Attention")
 
 
+def test_a_model_that_compares_the_name_with_sdpa_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call inside Transformers' own function is caught (DeepSeek-V3.2 makes its sparse mask under that name alone)."""
+    monkeypatch.setattr("te_convert.match.attention._compared", lambda file: frozenset({"sdpa"}))
+    model = zoo.llama("sdpa")
+    result = te_convert.convert(model, zoo.inputs_of("llama"), backend="reference")
+    sites = [site for site in result.report.sites if site.kind == "Attention"]
+    assert result.report.parity.passed
+    assert all(str(site.outcome) == "CONVERTED" and site.executed and not site.fallbacks for site in sites)
+    assert result.model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        args = zoo.inputs_of("llama")
+        torch.testing.assert_close(result.model(**args).logits, model(**args).logits, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("source", "names"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -20,13 +20,16 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def find_direct_attention(
-    modules: dict[str, nn.Module], capture: Capture, candidates: Iterable[Candidate]
+    modules: dict[str, nn.Module], capture: Capture, candidates: Iterable[Candidate], through_interface: Container[str] = ()
 ) -> dict[str, AttentionSite]:
-    """Every module outside torch itself that called the function, and what keeps its forward from being redirected."""
+    """Every module outside torch itself that called the function, and what keeps its forward from being redirected.
+
+    Modules that called it through Transformers' attention interface are not among them, but for those named.
+    """
     calls: dict[str, list[AttentionCall]] = {}
     unfit: set[str] = set()
     for recording in capture.recordings:
-        told = {call.fqn for call in recording.attention}
+        told = {call.fqn for call in recording.attention if call.fqn not in through_interface}
         counts, ran = Counter[str](), recording.call_counts()
         for node in recording.graph.nodes:
             stack = tuple(node.meta.get("nn_module_stack") or ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -35,11 +35,16 @@ def attention_decisions(
         return decisions, ()
     flops = attention_flops(capture.recordings[0]) if capture.recordings else {}
     modules = dict(model.named_modules())
-    sites = find_attention(modules, capture, candidates) | find_direct_attention(modules, capture, candidates)
+    sites = find_attention(modules, capture, candidates)
+    proposed = {fqn: _propose(found) for fqn, found in sites.items()}
+    # Under another name these models would take another way; the function that they call under their own is caught instead.
+    compared = [fqn for fqn, (_, reasons) in proposed.items() if _is_compared(reasons) and sites[fqn].implementation == "sdpa"]
+    direct = find_direct_attention(modules, capture, candidates, compared)
+    sites |= direct
     for fqn, found in sites.items():
         if MEMBER_ATTRIBUTE in found.site.module.__dict__:
             continue
-        spec, reasons = _propose(found)
+        spec, reasons = _propose(found) if fqn in direct else proposed[fqn]
         unwanted = excluded(found.site, config.include, config.exclude)
         if unwanted is not None:
             decisions[fqn] = _decision(found, Outcome.EXCLUDED, spec, (unwanted, *reasons), flops.get(fqn, 0))
@@ -74,6 +79,10 @@ def settle_attention(
             before, outcome=Outcome.FUSED, rule=around.rule, spec=around.spec, weights=None, fused_into=around.fqn
         )
     return tuple(kept)
+
+
+def _is_compared(reasons: Iterable[Reason]) -> bool:
+    return {found.code for found in reasons if not found.is_advice} == {ReasonCode.ATTENTION_NAME_COMPARED}
 
 
 def _propose(found: AttentionSite) -> tuple[DotProductAttentionSpec | None, tuple[Reason, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_a_model_that_compares_the_name_with_sdpa_keeps_it(monkeypatch: pytest.M
     sites = [site for site in result.report.sites if site.kind == "Attention"]
     assert result.report.parity.passed
     assert all(str(site.outcome) == "CONVERTED" and site.executed and not site.fallbacks for site in sites)
-    assert result.model.config._attn_implementation == "sdpa"
+    assert cast("Any", result.model.config)._attn_implementation == "sdpa"
     with torch.no_grad():
         args = zoo.inputs_of("llama")
         torch.testing.assert_close(result.model(**args).logits, model(**args).logits, rtol=1e-4, atol=1e-5)

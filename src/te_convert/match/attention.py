@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -186,6 +186,9 @@ def _facts(found: AttentionSite) -> tuple[AttentionFacts | None, str]:
         shapes = (call.query[1], call.key[1], (width, call.value[-1]))
         seen.add(AttentionFacts(*shapes, float(scale), float(options.get("softcap") or 0.0), found.is_biased, found.sink))
     dropouts = {float(call.dropout) for call in found.calls} - {0.0}
+    if found.implementation == DIRECT:  # Transformers repeats keys and values in some calls and not in others
+        groups = max(facts.groups for facts in seen)
+        seen = {replace(facts, groups=groups if groups % facts.groups == 0 else facts.groups) for facts in seen}
     if len(seen) > 1 or len(dropouts) > 1:
         return None, f"{len(seen)} combinations of heads, sizes, scale and softcap, {len(dropouts)} of dropout"
     facts = next(iter(seen))

@@ -92,15 +92,16 @@ class AttentionRecord(FusedRecord):
         return y
 
     @property
-    def _spec(self) -> DotProductAttentionSpec:
+    def spec(self) -> DotProductAttentionSpec:
+        """What the TE module was built from."""
         spec = self.decision.spec
         assert isinstance(spec, DotProductAttentionSpec)
         return spec
 
     def _plan(self, call: AttentionInput) -> AttentionRun | None:
-        if not fits_module(call, self._spec, self.module, self.backend) or not understands(call, self._spec, self.module):
+        if not fits_module(call, self.spec, self.module, self.backend) or not understands(call, self.spec, self.module):
             return None
-        masking = find_masking(call, self._spec.bias)
+        masking = find_masking(call, self.spec.bias)
         return None if masking is None else AttentionRun(call, masking)
 
     def _try(self, run: AttentionRun) -> Tensor | None:
@@ -119,7 +120,7 @@ class AttentionRecord(FusedRecord):
 
     def sample_inputs(self) -> Inputs | None:
         """Seeded random queries, keys and values [2, heads, 7, d] and bias without a mask, for a site that no run reached."""
-        spec, owner = self._spec, self.owner
+        spec, owner = self.spec, self.owner
         generator = torch.Generator().manual_seed(0)
         sizes = ((spec.num_attention_heads, 0), (spec.num_gqa_groups, 0), (spec.num_gqa_groups, 1))
         parameter = next(owner.parameters(), None)

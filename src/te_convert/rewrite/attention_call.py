@@ -133,7 +133,7 @@ def fits_module(call: AttentionInput, spec: DotProductAttentionSpec, module: Any
     sizes = (query.shape[1], key.shape[1], (query.shape[3], value.shape[3]))
     if sizes != (spec.num_attention_heads, spec.num_gqa_groups, spec.kv_channels) or key.shape[3] != query.shape[3]:
         return False
-    groups = getattr(call.module, "num_key_value_groups", None)
+    groups = None if call.base == DIRECT else getattr(call.module, "num_key_value_groups", None)
     if groups is not None and groups * key.shape[1] != query.shape[1]:
         return False
     if min(query.numel(), key.numel(), value.numel()) == 0 or (spec.bias and not _fits_bias(call)):

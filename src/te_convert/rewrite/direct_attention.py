@@ -124,11 +124,22 @@ def attend(
     module: nn.Module = _RUNNING.stack[-1]
     record: Any = module.__dict__[RECORD]
     scale = options.get("scale")
-    call = AttentionInput(module, query, key, value, attn_mask, scale, dropout_p, {"is_causal": is_causal}, DIRECT, torch_attention)
+    keys, values = (_repeated(tensor, query, record.spec.num_gqa_groups) for tensor in (key, value))
+    call = AttentionInput(
+        module, query, keys, values, attn_mask, scale, dropout_p, {"is_causal": is_causal}, DIRECT, torch_attention
+    )
     output: Tensor | None = record.attend(call) if can_defer(query) else None
     if output is None:
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
     return output.transpose(1, 2)
+
+
+def _repeated(tensor: Tensor, query: Tensor, groups: int) -> Tensor:
+    """Keys or values with as many heads as TE's module was built for, where other calls brought them repeated."""
+    heads = tensor.shape[1] if tensor.dim() == 4 else 0
+    if not 0 < heads < groups or groups % heads or query.dim() != 4 or query.shape[1] % heads:
+        return tensor
+    return tensor.repeat_interleave(groups // heads, 1)
 
 
 def torch_attention(

@@ -85,8 +85,8 @@ bench: setup ## time a conversion, stage by stage
 mutants: setup ## plant mistakes into real conversions and count what the parity gate catches (about ten minutes)
 	@$(TEST_ENV) $(BIN)/python benchmarks/mutants.py
 
-fuzz: setup ## convert 2000 models composed at random and check everything that a conversion promises (about half an hour)
-	HYPOTHESIS_PROFILE=nightly $(PYTEST) tests/property/test_composed.py
+fuzz: setup ## convert 2000 models and 2000 forwards composed at random and check what a conversion promises (about an hour)
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) tests/property/test_composed.py tests/property/test_programs.py
 
 new-rule: setup ## write the files of a new rule: make new-rule NAME=in_out
 	@$(BIN)/python scripts/new_rule.py "$(NAME)"

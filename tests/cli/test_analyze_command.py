@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 
 from te_convert.errors import InputError
+from te_convert.report.html import render_plan_html
 from te_convert.report.text import render_plan
 from tests.cli.conftest import Run
 from tests.cli.fake_api import FakeApi
@@ -26,6 +29,16 @@ def test_json(run: Run, api: FakeApi) -> None:
 def test_quiet(run: Run, api: FakeApi) -> None:
     expected = "would convert 30 of 30 sites · nothing was changed, nothing was verified\n"
     assert run("analyze", "model.py", "-q").stdout == expected
+
+
+def test_html(run: Run, api: FakeApi, tmp_path: Path) -> None:
+    for arguments in (("analyze", "model.py"), ("model.py", "--dry-run")):
+        file = tmp_path / "plan.html"
+        result = run(*arguments, "--html", str(file))
+        assert (result.exit_code, result.stdout) == (0, render_plan(bert_plan()))
+        assert f"wrote {file}" in result.stderr
+        command = shlex.join(["te-convert", *arguments, "--html", str(file)])
+        assert file.read_text(encoding="utf-8") == render_plan_html(bert_plan(), command)
 
 
 def test_bad_input(run: Run, api: FakeApi) -> None:

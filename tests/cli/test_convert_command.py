@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import html
 import json
 import math
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 
 from te_convert.cli.output import print_json, text_style, working
+from te_convert.errors import ConversionError
+from te_convert.report.html import render_html
 from te_convert.report.text import render_headline, render_text
 from tests.cli.conftest import Run
 from tests.cli.fake_api import FakeApi
@@ -90,8 +94,40 @@ def test_an_unchanged_model_is_said_to_be_unchanged(run: Run, api: FakeApi) -> N
 
 def test_json_is_the_report_and_nothing_else(run: Run, api: FakeApi) -> None:
     result = run(*ARGS, "--json")
-    assert json.loads(result.stdout) == json.loads(success().to_json())
+    command = "te-convert model.py --out some/dir --json"
+    assert json.loads(result.stdout) == {**json.loads(success().to_json()), "command": command}
     assert "wrote some/dir" in result.stderr
+
+
+def test_html_is_written_with_the_command_that_made_it(run: Run, api: FakeApi, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "a page.html"
+    result = run(*ARGS, "--html", str(file), "-q")
+    command = shlex.join(["te-convert", *ARGS, "--html", str(file), "-q"])
+    assert file.read_text(encoding="utf-8") == render_html(replace(success(), command=command))
+    assert api.calls["save"][0][0].report.command == command
+    assert (result.exit_code, result.stdout) == (0, render_headline(success()) + "\n")
+    assert f"wrote {file}" in run(*ARGS, "--html", str(file)).stderr
+
+
+def test_html_of_a_failure_under_strict_is_written(run: Run, api: FakeApi, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    api.raises["convert"] = ConversionError("parity failed", "see the report", report=parity_failed())
+    assert run(*ARGS, "--strict", "--html", str(file)).exit_code == 3
+    assert render_headline(parity_failed()).splitlines()[0] in html.unescape(file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("arguments", [ARGS, ("model.py", "--dry-run"), ("analyze", "model.py")])
+def test_html_that_cannot_be_written_is_refused_before_the_work(
+    arguments: tuple[str, ...], run: Run, api: FakeApi, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "page.html"):
+        result = run(*arguments, "--html", str(place))
+        assert (result.exit_code, result.stdout, api.order) == (2, "", [])
+        assert result.stderr.splitlines() == [
+            f"error: {place} cannot be written",
+            "hint: name a file in a directory that can be written",
+        ]
 
 
 def test_json_stays_valid_with_figures_that_json_lacks(run: Run, api: FakeApi) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from te_convert.cli.analyze import print_plan
-from te_convert.cli.options import ModelOptions, bisect_option, json_option, model_options, quiet_option
-from te_convert.cli.output import print_answer, print_json, say, text_style, working
+from te_convert.cli.options import ModelOptions, bisect_option, html_option, json_option, model_options, quiet_option
+from te_convert.cli.output import check_writable, command_line, print_answer, print_json, say, text_style, working, write_file
 from te_convert.config import BACKENDS, DTYPES
 from te_convert.errors import ConversionError
 
@@ -50,6 +51,7 @@ Exit codes:
 )
 @click.option("--dtype", type=click.Choice(DTYPES), help="With --stream: dtype of the tensors that are written.")
 @click.option("--resume", is_flag=True, help="With --stream: go on from an unfinished run.")
+@html_option
 @json_option
 @quiet_option
 def convert(
@@ -64,6 +66,7 @@ def convert(
     stream: bool | None,
     dtype: str | None,
     resume: bool,
+    html: Path | None,
     as_json: bool,
     quiet: bool,
     **options: object,
@@ -75,15 +78,18 @@ def convert(
     """
     chosen = ModelOptions(**options)  # type: ignore[arg-type]
     if dry_run:
-        return print_plan(chosen, as_json, quiet)
+        return print_plan(chosen, html, as_json, quiet)
     if out is None:
         raise click.UsageError("Missing option '--out'.")
+    if html is not None:
+        check_writable(html)
     if stream or (stream is None and (resume or dtype is not None or is_large(chosen.model))):
         chosen.refuse_for_streaming(min_sqnr, bisect)
         return stream_model(
             chosen,
             out,
             {"dtype": dtype, "resume": resume, "force": force, "backend": backend, "verify": not no_verify, "strict": strict},
+            html,
             as_json,
             quiet,
         )
@@ -110,10 +116,11 @@ def convert(
             )
         except ConversionError as error:
             if error.report is not None:
-                _print_report(error.report, as_json, quiet)
+                _print_report(_with_command(error.report), html, as_json, quiet)
             raise
+        result = replace(result, report=_with_command(result.report))
         written = api.save(result, out, source=opened.source, force=force)
-    _print_report(result.report, as_json, quiet)
+    _print_report(result.report, html, as_json, quiet)
     _say_where(written, result.converted, quiet)
     return exit_code(result, verified=not no_verify)
 
@@ -127,13 +134,13 @@ def is_large(model: str) -> bool:
     return weights > 0.4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def stream_model(chosen: ModelOptions, out: Path, options: dict[str, Any], as_json: bool, quiet: bool) -> int:
+def stream_model(chosen: ModelOptions, out: Path, options: dict[str, Any], html: Path | None, as_json: bool, quiet: bool) -> int:
     """Convert a directory shard by shard and print the report."""
     from te_convert import api
 
     with working(quiet) as progress:
         result = api.convert_checkpoint(chosen.model, out, progress=progress, **options, **chosen.choices)
-    _print_report(result.report, as_json, quiet)
+    _print_report(_with_command(result.report), html, as_json, quiet)
     _say_where(result.path, result.converted, quiet)
     return exit_code(result, verified=bool(options["verify"]))
 
@@ -146,9 +153,16 @@ def exit_code(result: Result | Streamed, verified: bool) -> int:
     return EXIT_PARITY if result.report.parity.status in unproven else EXIT_CONVERTED
 
 
-def _print_report(report: Report, as_json: bool, quiet: bool) -> None:
+def _with_command(report: Report) -> Report:
+    return replace(report, command=command_line())
+
+
+def _print_report(report: Report, html: Path | None, as_json: bool, quiet: bool) -> None:
     from te_convert.report.text import render_headline, render_text
 
+    if html is not None:
+        write_file(html, report.to_html())
+        say(f"wrote {html}", quiet)
     if as_json:
         print_json(report.to_dict())
     elif quiet:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from te_convert.cli.check import check
 from te_convert.cli.convert import convert
 from te_convert.cli.doctor import doctor
 from te_convert.cli.export import export
-from te_convert.cli.output import EXIT_INTERRUPTED, EXIT_USAGE, fail
+from te_convert.cli.output import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 
 PROGRAM = "te-convert"
 DEFAULT_COMMAND = "convert"
@@ -29,6 +30,7 @@ class ConvertByDefault(click.Group):
         if not args:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(EXIT_USAGE)
+        ctx.meta[COMMAND_LINE] = shlex.join([PROGRAM, *args])
         own = {name for option in self.get_params(ctx) for name in option.opts}
         if args[0] not in self.commands and args[0] not in own:
             self._reject_misspelling(ctx, args[0])

@@ -106,6 +106,11 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")(command)
 
 
+def html_option(command: F) -> F:
+    """Add ``--html``."""
+    return click.option("--html", "html", type=_PATH, metavar="FILE", help="Also write the answer as one HTML page.")(command)
+
+
 def bisect_option(command: F) -> F:
     """Add ``--bisect``."""
     return click.option(

@@ -21,6 +21,8 @@ from te_convert.errors import InputError, TeConvertError
 DEBUG_VARIABLE = "TE_CONVERT_DEBUG"
 EXIT_USAGE, EXIT_INTERNAL, EXIT_INTERRUPTED = 2, 70, 130
 DEFAULT_WIDTH = 100
+COMMAND_LINE = "te_convert.command_line"
+"""Where the context of the command keeps what it was called with."""
 
 
 def print_answer(text: str) -> None:
@@ -65,6 +67,11 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}", "name another file") from error
+
+
+def command_line() -> str:
+    """The command line that is being run, as one can paste it into a shell."""
+    return str(click.get_current_context().meta.get(COMMAND_LINE, ""))
 
 
 def text_style() -> dict[str, Any]:

@@ -184,5 +184,10 @@ def _ranges(numbers: frozenset[int]) -> str:
     return "{" + ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs) + "}"
 
 
+def format_number_ranges(numbers: Iterable[int]) -> str:
+    """``0, 1, 2, 5`` → ``"0–2, 5"``."""
+    return _ranges(frozenset(numbers)).strip("{}").replace("..", "–").replace(",", ", ")
+
+
 def _dims(shape: tuple[int, ...]) -> str:
     return "×".join(str(size) for size in shape) or "scalar"

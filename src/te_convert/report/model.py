@@ -100,6 +100,10 @@ class Report:
         notes: what could not be observed.
         warnings: what the reader must know first.
         recipe_figures: what emulating the recipe found; None without a recipe or without a run.
+        command: the command line that made the report; "" when Python code did.
+        doctor: the checks of this machine as plain data (``name``, ``ok``, ``fact``, ``consequence``, ``fix``); empty when
+            nobody asked.
+        estimate: what conversion would gain, as plain data; None when nobody asked.
     """
 
     model_class: str
@@ -117,6 +121,9 @@ class Report:
     warnings: tuple[str, ...] = ()
     timings_s: dict[str, float] = field(default_factory=dict)
     recipe_figures: RecipeFigures | None = None
+    command: str = ""
+    doctor: tuple[dict[str, Any], ...] = ()
+    estimate: dict[str, Any] | None = None
 
     def site(self, fqn: str) -> Site:
         """The entry of a site, by its name or one of its aliases.
@@ -158,6 +165,9 @@ class Report:
             "recipe_figures": None if self.recipe_figures is None else self.recipe_figures.to_dict(),
             "environment": dict(self.environment),
             "timings_s": dict(self.timings_s),
+            **({"command": self.command} if self.command else {}),
+            **({"doctor": list(self.doctor)} if self.doctor else {}),
+            **({"estimate": self.estimate} if self.estimate is not None else {}),
             "sites": [site.to_dict() for site in self.sites],
         }
 

@@ -97,7 +97,7 @@ def summarise(report: Report) -> Summary:
         reverted=reverted_table(parity),
         warnings=_lines(report.warnings),
         not_verified=_lines(report.not_verified),
-        notes=_lines((*report.notes, *parity.notes)),
+        notes=_lines(tuple(dict.fromkeys((*report.notes, *parity.notes)))),
         environment=" · ".join(f"{clean(key)} {format_value(value)}" for key, value in report.environment.items()),
         timings=" · ".join(f"{clean(stage)} {seconds:.1f} s" for stage, seconds in report.timings_s.items()),
         **_site_parts(report.sites, report.recipe),

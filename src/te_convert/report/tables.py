@@ -63,6 +63,18 @@ class ReasonGroup:
     entries: tuple[ReasonEntry, ...]
 
 
+def without_empty_columns(table: Table) -> Table:
+    """The table without the columns in which no row has a figure; the first column stays."""
+    keep = [i for i in range(len(table.header)) if i == 0 or not table.rows or any(row[i] != "–" for row in table.rows)]
+    places = {old: new for new, old in enumerate(keep)}
+    return Table(
+        tuple(table.header[i] for i in keep),
+        tuple(tuple(row[i] for i in keep) for row in table.rows),
+        frozenset(places[i] for i in table.code if i in places),
+        frozenset(places[i] for i in table.right if i in places),
+    )
+
+
 def coverage_table(coverage: Coverage) -> Table:
     """Converted share by sites, parameters and FLOPs."""
     c = coverage
@@ -89,7 +101,7 @@ def converted_table(sites: Sequence[AnySite], recipe: str | None) -> Table:
         for group in collapse_names(members):
             found = [members[fqn] for fqn in group.members]
             params = format_quantity(sum(site.params for site in found))
-            rows.append((kind, replacement, str(group), params, _ran(found), _worst_db(found)))
+            rows.append((kind, replacement, str(group), params, ran_words(found), worst_db(found)))
     header = ("kind", "replacement", "sites", "params", "ran", "SQNR dB")
     return Table(header, tuple(rows), frozenset({2}), frozenset({3, 4, 5}))
 
@@ -193,13 +205,31 @@ def sites_table(sites: Sequence[AnySite]) -> Table:
             clean(site.replacement or "–"),
             format_shapes(site.shapes) or "–",
             format_count(site.calls),
-            _ran([site]),
+            ran_words([site]),
             "; ".join(_phrase(why) for why in site.reasons) or "–",
         )
         for site in sites
     )
     header = ("site", "kind", "outcome", "replacement", "shapes", "calls", "executed", "reasons")
     return Table(header, rows, frozenset({0}), frozenset({5, 6}))
+
+
+def folded_sites_table(sites: Sequence[AnySite]) -> Table:
+    """Every site, those that differ only in the numbers of their layers on one row; its names stand for exactly these sites."""
+    groups: dict[tuple[str, ...], dict[str, AnySite]] = {}
+    plain = sites_table(sites)
+    for site, row in zip(sites, plain.rows, strict=True):
+        key = (*row[1:], "" if not site.aliases else row[0])  # a site with several names keeps its row
+        groups.setdefault(key, {})[site.fqn] = site
+    rows: list[tuple[str, ...]] = []
+    for key, members in groups.items():
+        if key[-1]:
+            rows.append((key[-1], *key[:-1], worst_db(list(members.values()))))
+            continue
+        for group in collapse_names(members):
+            rows.append((str(group), *key[:-1], worst_db([members[fqn] for fqn in group.members])))
+    header = (*plain.header[:7], "SQNR dB", plain.header[7])
+    return Table(header, tuple((*row[:7], row[8], row[7]) for row in rows), frozenset({0}), frozenset({5, 6, 7}))
 
 
 def verdict_word(passed: bool) -> str:
@@ -229,7 +259,7 @@ def _reason_group(code: str, pairs: Sequence[tuple[AnySite, Reason]]) -> ReasonG
     )
 
 
-def _ran(sites: Sequence[AnySite]) -> str:
+def ran_words(sites: Sequence[AnySite]) -> str:
     """Executions during verification: their sum, or how many sites never ran."""
     counts = [site.executed for site in sites if isinstance(site, Site) and site.executed is not None]
     if not counts:
@@ -240,7 +270,8 @@ def _ran(sites: Sequence[AnySite]) -> str:
     return "never" if never == len(counts) else f"{never} never"
 
 
-def _worst_db(sites: Sequence[AnySite]) -> str:
+def worst_db(sites: Sequence[AnySite]) -> str:
+    """The lowest SQNR among the sites that were compared."""
     compared = [site.parity for site in sites if isinstance(site, Site) and site.parity is not None]
     return format_db(min(compared, key=_badness).figures) if compared else "–"
 

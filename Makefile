@@ -12,7 +12,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-fast test-te check format-check lint types imports docs-check fix golden docs bench mutants fuzz new-rule clean
+.PHONY: help setup demo test test-fast test-te test-html check format-check lint types imports docs-check fix golden docs bench mutants fuzz new-rule clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,12 @@ test-fast: setup ## run the tests that take seconds
 
 test-te: ## install real Transformer Engine apart (.venv-te) and run its tests, without a GPU; needs a CUDA toolkit, 15 minutes once
 	@$(PYTHON) scripts/te_env.py
+
+test-html: setup ## lay the HTML report out in headless Chromium; installs Debian's package when there is none
+	@$(BIN)/python -c 'import sys; from tests.report.browser import find_chromium; sys.exit(find_chromium() is None)' \
+		|| { echo "test-html: installing chromium"; apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } \
+		|| { echo "test-html: chromium could not be installed; install it yourself, then run make test-html again" >&2; exit 1; }
+	$(PYTEST) tests/report/test_browser.py
 
 check: format-check lint types imports docs-check test ## everything that CI runs, in the same way
 

@@ -6,11 +6,12 @@ import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from random import Random
 
 import pytest
 from syrupy.assertion import SnapshotAssertion
 
-from te_convert.plan.model import Outcome, Plan
+from te_convert.plan.model import Decision, Outcome, Plan
 from te_convert.reasons import Reason
 from te_convert.report.html import render_html, render_plan_html, template_version
 from te_convert.report.model import Report
@@ -100,7 +101,7 @@ def names_of(cell: str) -> list[str]:
     return found
 
 
-def recipe_report(layers: int = 6) -> Report:
+def recipe_report() -> Report:
     """A report with an emulated recipe, a command, a machine's checks and an estimate."""
     plan = bert_plan("fp8")
     sites = tuple(
@@ -119,18 +120,14 @@ def recipe_report(layers: int = 6) -> Report:
 
 
 def large(layers: int = 40, experts: int = 64) -> Report:
-    """Over 10,000 sites, of which no layer equals the next: every seventh expert of a layer was never called."""
-    decisions = [
-        linear(f"layers.{layer}.experts.{expert}.{name}", *outcome)
-        for layer in range(layers)
-        for expert in range(experts)
-        for name in ("gate_proj", "up_proj", "down_proj", "norm")
-        for outcome in [
-            (Outcome.REFUSED, Reason("module.never-called", f"expert {expert} of layer {layer}", "pass inputs that reach it"))
-            if (expert + layer) % 7 == 0
-            else (Outcome.CONVERTED,)
-        ]
-    ]
+    """Over 10,000 sites, of which no two layers are equal: some experts of each, drawn at random, were never called."""
+    draw = Random(0)
+    decisions: list[Decision] = []
+    for layer, expert in itertools.product(range(layers), range(experts)):
+        never = Reason("module.never-called", f"expert {expert} of layer {layer}", "pass inputs that reach it")
+        outcome = (Outcome.REFUSED, never) if draw.random() < 1 / 7 else (Outcome.CONVERTED,)
+        names = ("gate_proj", "up_proj", "down_proj", "norm")
+        decisions += [linear(f"layers.{layer}.experts.{expert}.{name}", *outcome) for name in names]
     plan = Plan("Mixture", tuple(decisions), ("inputs",), None, 10**12, 10**13)
     done = [d.fqn for d in plan.converting]
     parity = Parity("passed", "reference", sites=tuple(site_parity(fqn, CLOSE) for fqn in done), executed=dict.fromkeys(done, 2))

@@ -215,11 +215,15 @@ def sites_table(sites: Sequence[AnySite]) -> Table:
 
 
 def folded_sites_table(sites: Sequence[AnySite]) -> Table:
-    """Every site, those that differ only in the numbers of their layers on one row; its names stand for exactly these sites."""
+    """Every site, those that differ only in the numbers of their layers on one row; its names stand for exactly these sites.
+
+    Reasons show as their codes: details often name a layer, and are listed by :func:`reason_groups`.
+    """
     groups: dict[tuple[str, ...], dict[str, AnySite]] = {}
     plain = sites_table(sites)
     for site, row in zip(sites, plain.rows, strict=True):
-        key = (*row[1:], "" if not site.aliases else row[0])  # a site with several names keeps its row
+        codes = ", ".join(dict.fromkeys(clean(why.code) for why in site.reasons)) or "–"
+        key = (*row[1:7], codes, "" if not site.aliases else row[0])  # a site with several names keeps its row
         groups.setdefault(key, {})[site.fqn] = site
     rows: list[tuple[str, ...]] = []
     for key, members in groups.items():

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from te_convert.api import Explanation as Explanation
     from te_convert.api import Result as Result
     from te_convert.api import (
         analyze,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         convert,
         convert_checkpoint,
         doctor,
+        explain,
         export,
         load,
         load_original_state_dict,
@@ -30,11 +32,15 @@ if TYPE_CHECKING:
         te_state_dict,
         verify,
     )
+    from te_convert.bench.model import BenchResult as BenchResult
+    from te_convert.bench.run import bench
     from te_convert.plan.model import Plan as Plan
     from te_convert.report.model import Report as Report
     from te_convert.verify.model import Parity as Parity
 
 __all__ = [
+    "BenchResult",
+    "Explanation",
     "Parity",
     "Plan",
     "Report",
@@ -42,9 +48,11 @@ __all__ = [
     "__version__",
     "analyze",
     "autocast",
+    "bench",
     "convert",
     "convert_checkpoint",
     "doctor",
+    "explain",
     "export",
     "load",
     "load_original_state_dict",
@@ -63,15 +71,22 @@ try:
 except metadata.PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0.0.0+unknown"
 
-_TYPES = {"Plan": "te_convert.plan.model", "Report": "te_convert.report.model", "Parity": "te_convert.verify.model"}
+_TYPES = {
+    "BenchResult": "te_convert.bench.model",
+    "Parity": "te_convert.verify.model",
+    "Plan": "te_convert.plan.model",
+    "Report": "te_convert.report.model",
+}
+_PACKAGES = {"bench": "te_convert.bench.run", "explain": "te_convert.api", "verify": "te_convert.api"}
+"""Functions that are called like a subpackage → the module that has them."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "verify":  # importing the subpackage binds it here, see _Package
-        return import_module("te_convert.verify")
+    if name in _PACKAGES:  # importing the subpackage binds it here, see _Package
+        return import_module(f"te_convert.{name}")
     value = getattr(import_module(_TYPES.get(name, "te_convert.api")), name)
     globals()[name] = value
     return value
@@ -81,23 +96,24 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-class _VerifyPackage(ModuleType):
-    """The subpackage ``te_convert.verify``, callable as the public function of the same name."""
+class _CallablePackage(ModuleType):
+    """A subpackage, for instance ``te_convert.verify``, callable as the public function of the same name."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Parity:
-        """Compare a converted model with its original; see :func:`te_convert.api.verify`."""
-        return import_module("te_convert.api").verify(*args, **kwargs)  # type: ignore[no-any-return]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function of that name, for instance :func:`te_convert.api.verify`."""
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_PACKAGES[name]), name)(*args, **kwargs)
 
 
 class _Package(ModuleType):
-    """Makes ``te_convert.verify`` both the function and the subpackage, whichever is used first.
+    """Makes ``te_convert.verify`` and its like both the function and the subpackage, whichever is used first.
 
     The import system binds a subpackage as an attribute of its parent, which would hide a function of that name.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "verify" and isinstance(value, ModuleType):
-            value.__class__ = _VerifyPackage
+        if name in _PACKAGES and isinstance(value, ModuleType):
+            value.__class__ = _CallablePackage
         super().__setattr__(name, value)
 
 

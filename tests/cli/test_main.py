@@ -16,7 +16,7 @@ from tests.cli.fake_api import FakeApi
 ARGS = ("model.py", "--out", "d")
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["doctor"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["doctor"], ["check"], ["bench"], ["explain"]])
 def test_help(command: list[str], run: Run, snapshot: SnapshotAssertion) -> None:
     long, short = run(*command, "--help"), run(*command, "-h")
     assert (long.exit_code, long.stderr) == (0, "")

@@ -12,9 +12,11 @@ from typing import Any
 import click
 
 from te_convert.cli.analyze import analyze
+from te_convert.cli.bench import bench
 from te_convert.cli.check import check
 from te_convert.cli.convert import convert
 from te_convert.cli.doctor import doctor
+from te_convert.cli.explain import explain
 from te_convert.cli.export import export
 from te_convert.cli.output import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 
@@ -78,11 +80,11 @@ Examples:
 \b
 Exit codes:
   0   converted and verified (with --no-verify: converted);
-      analyze: done; check: parity holds; doctor: Transformer Engine would run
+      analyze, explain, bench: done; check: parity holds; doctor: Transformer Engine would run
   1   written unchanged: nothing was converted, or everything was put back
   2   usage or bad input
   3   parity failed, or could not be judged; with --strict nothing is written;
-      check: parity failed, or a golden figure got worse
+      check: parity failed, or a golden figure got worse; bench: slower than recorded
   4   the environment lacks what was demanded;
       doctor: Transformer Engine would not run
   70  internal error (TE_CONVERT_DEBUG=1 shows the traceback)
@@ -97,5 +99,5 @@ def main() -> None:
     """
 
 
-for _command in (convert, analyze, check, export, doctor):
+for _command in (convert, analyze, explain, check, bench, export, doctor):
     main.add_command(_command)

@@ -34,9 +34,15 @@ class ModelOptions:
         """Open the model and choose its example inputs: the ones given here, else its own (None when it has none)."""
         from te_convert import api
 
-        example_inputs = api.parse_inputs(self.inputs) if self.inputs else None
+        example_inputs = self.example_inputs()
         opened = api.open_model(self.model, self.weights)
         return opened, opened.example_inputs if example_inputs is None else example_inputs
+
+    def example_inputs(self) -> Any:
+        """What ``--inputs`` describes, or None."""
+        from te_convert import api
+
+        return api.parse_inputs(self.inputs) if self.inputs else None
 
     def refuse_for_streaming(self, min_sqnr: float | None, bisect: bool) -> None:
         """Say which options a streamed conversion cannot honour.
@@ -84,6 +90,14 @@ _MODEL_OPTIONS = (
     ),
 )
 
+_MEASURED_RECIPES = click.option(
+    "--recipe",
+    multiple=True,
+    type=click.Choice([name for name in RECIPES if name != "bf16"]),
+    metavar="NAME",
+    help="Measure this recipe where it runs. Repeatable. Default: all.",
+)
+
 
 def model_options(command: F) -> F:
     """Add MODEL and the options of :class:`ModelOptions`."""
@@ -93,6 +107,13 @@ def model_options(command: F) -> F:
 def target_options(command: F) -> F:
     """The same, where a converted directory may stand in MODEL's place."""
     return _with_options(click.argument("model", metavar="DIR|MODEL"), command)
+
+
+def measured_options(command: F) -> F:
+    """Those of :func:`target_options`, with a repeatable ``--recipe``."""
+    for option in reversed((*_MODEL_OPTIONS[:-1], _MEASURED_RECIPES)):
+        command = option(command)
+    return click.argument("model", metavar="DIR|MODEL")(command)
 
 
 def _with_options(argument: Callable[[F], F], command: F) -> F:

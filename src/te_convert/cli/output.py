@@ -36,7 +36,12 @@ def print_answer(text: str) -> None:
 
 def print_json(data: Any) -> None:
     """Write the answer as strict JSON: NaN and infinities, which JSON lacks, become strings."""
-    print_answer(json.dumps(_finite(data), indent=1, allow_nan=False))
+    print_answer(json_text(data))
+
+
+def json_text(data: Any) -> str:
+    """Strict JSON, indented."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False)
 
 
 def say(line: str, quiet: bool = False) -> None:

@@ -50,7 +50,7 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
         raise EnvironmentLacksError("no CUDA device is available", "load the model without device=, it then stays on the CPU")
     manifest = read_manifest(directory)
     check_files(directory, manifest)
-    plan = _read_plan(directory)
+    plan = read_plan(directory)
     chosen = choose_backend(backend, place.type if place is not None else "cpu")
     with torch.random.fork_rng(devices=[]):
         built = rebuild(manifest.source, directory)
@@ -107,7 +107,12 @@ def _parse_device(device: torch.device | str | None) -> torch.device | None:
         raise InputError(f"unknown device {device!r}: {one_line(error)}", "use for instance cpu or cuda") from None
 
 
-def _read_plan(directory: Path) -> Plan:
+def read_plan(directory: Path) -> Plan:
+    """The plan of a converted directory.
+
+    Raises:
+        LoadError: it is not readable, or of an unknown schema.
+    """
     try:
         data = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,14 @@ def probe_linear_site(site: Candidate) -> LinearFacts | NotALinear:
     return probe_linear_cached(site.module, site.probe_cache)
 
 
+def linear_miss(site: Candidate, layout: str) -> str:
+    """Why the site is no Linear with a weight of the layout, in words."""
+    facts = probe_linear_site(site)
+    if not isinstance(facts, LinearFacts):
+        return facts.detail
+    return "" if facts.layout == layout else f"its weight is {'[out, in]' if facts.layout == 'linear' else '[in, out]'}"
+
+
 def linear_spec(site: Candidate, facts: LinearFacts) -> LinearSpec:
     """``te.Linear`` with the site's sizes and dtype."""
     assert site.dtype is not None  # a recognised Linear has a weight

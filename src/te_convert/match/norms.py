@@ -19,6 +19,14 @@ def probe_norm_site(site: Candidate) -> NormFacts | NotANorm:
     return probe_norm_cached(site.module, site.probe_cache, width=site.width, dtype=dtype)
 
 
+def norm_miss(site: Candidate, kind: str) -> str:
+    """Why the site is no norm of the kind, in words."""
+    facts = probe_norm_site(site)
+    if not isinstance(facts, NormFacts):
+        return facts.detail
+    return "" if facts.kind == kind else f"it computes what {facts.kind} does"
+
+
 def declared_norm_reasons(site: Candidate) -> tuple[Reason, ...]:
     """Refusals that torch's own norm classes state themselves: several dimensions, no weight."""
     module = site.module

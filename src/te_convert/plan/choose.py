@@ -20,6 +20,7 @@ from te_convert.plan.eager_attention import eager_decisions
 from te_convert.plan.fusions import existing_fusions, fuse_decisions, te_internals
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
+from te_convert.plan.trace import Trace
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.rules.base import AnyRule, Proposal
 from te_convert.rules.registry import load_rules
@@ -28,8 +29,13 @@ _MAX_SHAPES = 8
 _RESTRUCTURES = "the model puts other modules into itself when it runs, so nothing was fused: a fused module could be lost"
 
 
-def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: Sequence[str] = ()) -> Plan:
-    """Decide every site of the model.  A rule that fails on a site refuses that site and no other."""
+def make_plan(
+    model: nn.Module, capture: Capture, config: ConvertConfig, notes: Sequence[str] = (), trace: Trace | None = None
+) -> Plan:
+    """Decide every site of the model.  A rule that fails on a site refuses that site and no other.
+
+    A ``trace`` hears what the rules for blocks and fusions say about its module.
+    """
     rules = load_rules()
     flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
     candidates = find_candidates(model, capture, config.alignment)
@@ -44,7 +50,7 @@ def make_plan(model: nn.Module, capture: Capture, config: ConvertConfig, notes: 
         decision = attention.get(site.fqn) or _decide(site, rules, config, flops.get(site.fqn, 0))
         sites.append((site, decision))
         config.report_progress("plan", index + 1, len(candidates))
-    changed, fusions = fuse_decisions(model, capture, sites, config) if config.fuse else ({}, ())
+    changed, fusions = fuse_decisions(model, capture, sites, config, trace) if config.fuse else ({}, ())
     attention_fusions = settle_attention(changed, fusions, attention, attention_fusions)
     kept = existing_fusions(model)
     if config.fuse:

@@ -20,6 +20,7 @@ from te_convert.match.readers import Readers, find_readers
 from te_convert.match.shared_inputs import find_shared_inputs
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision, Outcome
 from te_convert.plan.pins import excluded
+from te_convert.plan.trace import Trace
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
 from te_convert.rules.base import BlockRule
@@ -44,19 +45,21 @@ class _Sites:
 
 
 def fuse_decisions(
-    model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfig
+    model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfig, trace: Trace | None = None
 ) -> tuple[dict[str, Decision], tuple[Fusion, ...]]:
     """Decisions that a fusion changes or that have something to say about one, by name, and the fusions."""
     known = _sort(model, capture, sites, config)
-    result = _Result({site.fqn: decision for site, decision in sites if decision is not None})
+    result = _Result({site.fqn: decision for site, decision in sites if decision is not None}, trace=trace)
     _ask_about_blocks(known, sites, result)
     for name, norm in known.norms.items():
         if name in result.taken:
             continue
         readers = find_readers(capture, known.modules, name, known.linears.keys() - result.taken, model.training)
+        obstacle = _obstacle(known, norm, readers) if readers.linears else None
+        if trace is not None:
+            trace.readers(name, readers, obstacle)
         if not readers.linears:
             continue
-        obstacle = _obstacle(known, norm, readers)
         if obstacle is not None:
             result.advise(name, (obstacle,))
         else:
@@ -74,6 +77,7 @@ class _Result:
     Attributes:
         taken: names of sites that are part of one.
         whole: prefixes of the names inside modules that became one TE module.
+        trace: hears what each rule says, if somebody asked.
     """
 
     decisions: dict[str, Decision]
@@ -81,6 +85,7 @@ class _Result:
     fusions: list[Fusion] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)
+    trace: Trace | None = None
 
     def advise(self, fqn: str, reasons: tuple[Reason, ...]) -> None:
         """Say why a site was not fused, or what to know about its fusion."""
@@ -185,6 +190,8 @@ def _ask_block(rule: BlockRule, block: Block, result: _Result) -> None:
         found = rule.propose(block) if rule.looks_like(block) else Found()
     except Exception as error:
         found = Found(advices={site.fqn: (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),)})
+    if result.trace is not None:
+        result.trace.block(rule, block, found)
     if site.fqn not in result.decisions and (found.fusions or found.advices):
         result.decisions[site.fqn] = _no_match(site)
     for fqn, reasons in found.advices.items():
@@ -275,8 +282,10 @@ def _ask(group: Group, result: _Result) -> None:
         try:
             found = rule.propose(group)
         except Exception as error:
-            result.advise(group.linears[0].fqn, (reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}"),))
-            continue
+            why = reason(ReasonCode.FUSION_FAILED, f"rule {rule.id}: {describe_error(error)}")
+            found = Found(advices={group.linears[0].fqn: (why,)})
+        if result.trace is not None:
+            result.trace.group(rule, group, found)
         for fqn, reasons in found.advices.items():
             result.advise(fqn, reasons)
         for fusion in found.fusions:

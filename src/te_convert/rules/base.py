@@ -79,6 +79,11 @@ class Rule(ABC, Generic[F]):
         del site, facts
         return ()
 
+    def miss(self, site: Candidate) -> str:
+        """What :meth:`recognise` saw when it left the module to other rules, in words; only an explanation asks."""
+        del site
+        return ""
+
     def precision(self, site: Candidate, facts: F) -> str:
         """Either "recipe", or "high" when the recipe cannot be used at this site."""
         del site, facts
@@ -114,6 +119,11 @@ class FusionRule(ABC):
     def propose(self, group: Group) -> Found:
         """Fusions of the group's modules, and why others were not made."""
 
+    def miss(self, group: Group) -> str:
+        """What a group lacked of which nothing was said, in words; only an explanation asks."""
+        del group
+        return ""
+
 
 class BlockRule(ABC):
     """Base of the rules that make one TE module of one module with everything inside it."""
@@ -127,6 +137,11 @@ class BlockRule(ABC):
     @abstractmethod
     def propose(self, block: Block) -> Found:
         """A fusion of the module, or why there is none."""
+
+    def miss(self, block: Block) -> str:
+        """What a module lacked of which nothing was said, in words; only an explanation asks."""
+        del block
+        return ""
 
 
 def _run(guards: tuple[Guard, ...], site: Candidate) -> tuple[Reason, ...]:

@@ -12,7 +12,7 @@ from torch import nn
 from te_convert.facts.linears import LinearFacts, looks_like_linear
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
-from te_convert.match.linears import linear_spec, linear_weights, probe_linear_site, recipe_precision, recipe_reasons
+from te_convert.match.linears import linear_miss, linear_spec, linear_weights, probe_linear_site, recipe_precision, recipe_reasons
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import Spec
 from te_convert.rules.base import NearMiss, Rule
@@ -33,6 +33,10 @@ class Conv1DRule(Rule[LinearFacts]):
         """The probe's facts when the weight is [in, out]."""
         facts = probe_linear_site(site)
         return facts if isinstance(facts, LinearFacts) and facts.layout == "conv1d" else None
+
+    def miss(self, site: Candidate) -> str:
+        """What the probe saw."""
+        return linear_miss(site, "conv1d")
 
     def check(self, site: Candidate, facts: LinearFacts) -> tuple[Reason, ...]:
         """Ties and reads forbid the new layout; the new Parameter object is an advice."""

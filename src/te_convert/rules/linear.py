@@ -12,7 +12,7 @@ from torch import nn
 from te_convert.facts.linears import LinearFacts, NotALinear, looks_like_linear
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
-from te_convert.match.linears import linear_spec, linear_weights, probe_linear_site, recipe_precision, recipe_reasons
+from te_convert.match.linears import linear_miss, linear_spec, linear_weights, probe_linear_site, recipe_precision, recipe_reasons
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import Spec
 from te_convert.rules.base import NearMiss, Rule
@@ -35,6 +35,10 @@ class LinearRule(Rule[LinearFacts]):
         if isinstance(facts, LinearFacts):
             return facts if facts.layout == "linear" else None
         return _near_miss(site, facts) if isinstance(site.module, nn.Linear) else None
+
+    def miss(self, site: Candidate) -> str:
+        """What the probe saw."""
+        return linear_miss(site, "linear")
 
     def check(self, site: Candidate, facts: LinearFacts) -> tuple[Reason, ...]:
         """Reads of the weight from elsewhere, and the recipe's alignment."""

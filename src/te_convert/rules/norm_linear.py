@@ -41,6 +41,10 @@ class NormLinearRule(FusionRule):
             by_flags.setdefault(linear.flags, []).append(linear)
         return Found(tuple(self._fusion(group, group.norm, tuple(linears)) for linears in by_flags.values()))
 
+    def miss(self, group: Group) -> str:
+        """The norm that is not there."""
+        return "" if group.norm is not None else "no norm that is read by Linears alone makes their input"
+
     def _fusion(self, group: Group, norm: NormSite, linears: tuple[LinearSite, ...]) -> Fusion:
         names = tuple(linear.fqn for linear in linears)
         fqn = place_beside(group.modules, names, f"layernorm_{short_name(names)}")

@@ -42,6 +42,15 @@ class NormMLPRule(FusionRule):
             return _judge(group, group.norm, *found)
         return Found()
 
+    def miss(self, group: Group) -> str:
+        """Why no MLP begins at the Linears."""
+        return "no norm makes their input" if group.norm is None else _missing(group, group.norm)
+
+
+def _missing(group: Group, norm: NormSite) -> str:
+    found = {linear.fqn: _in_all_runs(group, norm, linear.fqn, group.probe_cache) for linear in group.linears}
+    return "; ".join(f"{fqn}: {why}" for fqn, why in found.items() if isinstance(why, str))
+
 
 def _in_all_runs(
     group: Group, norm: NormSite, linear: str, cache: dict[Hashable, tuple[str, str]]

@@ -13,7 +13,7 @@ from te_convert.facts.norm_formula import NormFacts
 from te_convert.facts.norms import looks_like_norm
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
-from te_convert.match.norms import declared_norm_reasons, norm_reasons, probe_norm_site
+from te_convert.match.norms import declared_norm_reasons, norm_miss, norm_reasons, probe_norm_site
 from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.replacements.specs import RMSNormSpec, Spec, dtype_name
 from te_convert.rules.base import NearMiss, Rule
@@ -45,6 +45,10 @@ class RMSNormRule(Rule[NormFacts]):
             kind = self.kind if isinstance(site.module, nn.RMSNorm) else name
             return NearMiss(kind, (reason(ReasonCode.NORM_NOT_RECOGNISED, f"{name}: {facts.detail}"),))
         return None
+
+    def miss(self, site: Candidate) -> str:
+        """What the probe saw."""
+        return norm_miss(site, self.kind)
 
     def check(self, site: Candidate, facts: NormFacts) -> tuple[Reason, ...]:
         """What a recognised norm may still lack."""

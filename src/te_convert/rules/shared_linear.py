@@ -38,6 +38,14 @@ class SharedLinearRule(FusionRule):
             by_flags.setdefault((*linear.flags, linear.spec.in_features), []).append(linear)
         return Found(tuple(self._fusion(group, tuple(linears)) for linears in by_flags.values() if len(linears) > 1))
 
+    def miss(self, group: Group) -> str:
+        """The norm that others join them with, or how the Linears differ."""
+        if group.norm is not None:
+            return "a norm makes their input"
+        names = ("layout", "dtype", "bias or none", "requires_grad", "a tied weight")
+        columns = zip(*(linear.flags for linear in group.linears), strict=True)
+        return f"they differ in {', '.join(name for name, values in zip(names, columns, strict=True) if len(set(values)) > 1)}"
+
     def _fusion(self, group: Group, linears: tuple[LinearSite, ...]) -> Fusion:
         names = tuple(linear.fqn for linear in linears)
         fqn = place_beside(group.modules, names, short_name(names))

@@ -27,7 +27,7 @@ class TransformerBlockRule(BlockRule):
     id = "transformer-block"
 
     def looks_like(self, block: Block) -> bool:
-        """As every block does."""
+        """Two norms at most, four Linears or more, and one tensor of three dimensions in and out."""
         return looks_like_block(block)
 
     def propose(self, block: Block) -> Found:
@@ -48,6 +48,14 @@ class TransformerBlockRule(BlockRule):
         precision = block.precision(spec.hidden_size, spec.ffn_hidden_size)
         fusion = Fusion(fqn, fqn, self.id, block_members(block), spec, weights, precision, approximation=approximation)
         return Found((fusion,), approximated(fqn, approximation))
+
+    def miss(self, block: Block) -> str:
+        """Why its parts are not those of a block."""
+        try:
+            parts_in_all_calls(block)
+        except BlockError as error:
+            return str(error)
+        return ""
 
 
 def _prove(block: Block, parts: Parts, activation: str, weights: WeightMap, approximate: bool) -> tuple[TransformerLayerSpec, str]:

@@ -69,6 +69,17 @@ class TransformersLayerRule(BlockRule):
         fusion = Fusion(place, fqn, self.id, _members(block, name), spec, weights, precision, approximation=approximation)
         return Found((fusion,), approximated(fqn, approximation))
 
+    def miss(self, block: Block) -> str:
+        """Why its parts are not those of a layer, or its calls not those of one."""
+        try:
+            given = [bound_call(block.site.module, call) for call in block.site.calls]
+            if any(arguments.get("is_causal") != given[0].get("is_causal") for arguments in given):
+                return "its calls differ in is_causal"
+            parts_in_all_calls(block, _parse)
+        except BlockError as error:
+            return str(error)
+        return "its attention implementation is none of those that are known"
+
 
 def _attentions(block: Block) -> list[str]:
     prefix = f"{block.site.fqn}." if block.site.fqn else ""

@@ -38,6 +38,7 @@ def read_recorded(path: Path) -> Mapping[str, Any]:
     if schema != BENCH_SCHEMA or not isinstance(data.get("rows"), list) or not isinstance(data.get("environment"), dict):
         raise InputError(f"{path} is no measurement of schema {BENCH_SCHEMA}", _RECORD_AGAIN)
     found: dict[str, Any] = data
+    _rows(path, found)  # damage is found before anything is measured
     return found
 
 
@@ -65,14 +66,18 @@ def compare_with(path: Path, recorded: Mapping[str, Any], result: BenchResult, m
     Raises:
         InputError: the recorded rows are damaged.
     """
-    try:
-        then = [_row(entry) for entry in recorded["rows"]]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}", _RECORD_AGAIN) from None
+    then = _rows(path, recorded)
     now = {row.name: row for row in result.rows}
     rows = tuple(_ratio(row, now[row.name]) for row in then if row.rounds_ms and row.name in now)
     versions = {name: (recorded["environment"].get(name), result.environment.get(name)) for name in _VERSIONS}
     return Comparison(str(path), max_slowdown, rows, {name: pair for name, pair in versions.items() if pair[0] != pair[1]})
+
+
+def _rows(path: Path, recorded: Mapping[str, Any]) -> list[Row]:
+    try:
+        return [_row(entry) for entry in recorded["rows"]]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path} is damaged: {type(error).__name__}: {error}", _RECORD_AGAIN) from None
 
 
 def _row(entry: Mapping[str, Any]) -> Row:

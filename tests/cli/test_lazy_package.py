@@ -34,6 +34,13 @@ def test_verify_is_the_function_and_the_subpackage(first: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", ["bench", "explain"])
+def test_other_functions_that_are_subpackages(name: str) -> None:
+    use = f"assert callable(te_convert.{name}) and te_convert.{name}.__name__ == 'te_convert.{name}'"
+    done = python(f"import te_convert\n{use}\nimport te_convert.{name}.model\n{use}")
+    assert done.returncode == 0, done.stderr
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         te_convert.nonsense  # noqa: B018

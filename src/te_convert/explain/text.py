@@ -62,7 +62,7 @@ def _headline(found: Explanation) -> str:
         return f"{what} into {format_name(decision.fused_into)} ({decision.replacement}) by the rule {decision.rule}"
     if decision.replacement is not None:
         return f"{what} to {decision.replacement} by the rule {decision.rule}"
-    return f"{what} by the rule {decision.rule}" if decision.rule is not None else f"{what}: no rule knows it"
+    return f"{what} by the rule {decision.rule}" if decision.rule is not None else f"{what}: no rule takes it as it is"
 
 
 def _seen(found: Explanation) -> Iterable[tuple[str, str]]:

@@ -65,7 +65,7 @@ class Trace:
         looked = said(lambda: str(rule.looks_like(block))) == "True"
         if not looked and (around or next(block.site.module.children(), None) is None):
             return
-        miss = said(lambda: rule.miss(block)) if looked else looks_for(rule)
+        miss = said(lambda: rule.miss(block)).rstrip(": ") if looked else looks_for(rule)
         self._add(rule.id, (name,), found, miss)
 
     def readers(self, norm: str, readers: Readers, obstacle: Reason | None) -> None:

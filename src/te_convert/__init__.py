@@ -18,9 +18,9 @@ if TYPE_CHECKING:
         autocast,
         convert,
         convert_checkpoint,
-        doctor,
         explain,
         export,
+        fallbacks,
         load,
         load_original_state_dict,
         materialize,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from te_convert.bench.run import bench
     from te_convert.plan.model import Plan as Plan
     from te_convert.report.model import Report as Report
+    from te_convert.runtime.doctor import doctor
     from te_convert.verify.model import Parity as Parity
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "doctor",
     "explain",
     "export",
+    "fallbacks",
     "load",
     "load_original_state_dict",
     "materialize",
@@ -71,11 +73,12 @@ try:
 except metadata.PackageNotFoundError:  # run from a source tree that was not installed
     __version__ = "0.0.0+unknown"
 
-_TYPES = {
+_PLACES = {
     "BenchResult": "te_convert.bench.model",
     "Parity": "te_convert.verify.model",
     "Plan": "te_convert.plan.model",
     "Report": "te_convert.report.model",
+    "doctor": "te_convert.runtime.doctor",  # works where torch does not import
 }
 _PACKAGES = {"bench": "te_convert.bench.run", "explain": "te_convert.api", "verify": "te_convert.api"}
 """Functions that are called like a subpackage → the module that has them."""
@@ -87,7 +90,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _PACKAGES:  # importing the subpackage binds it here, see _Package
         return import_module(f"te_convert.{name}")
-    value = getattr(import_module(_TYPES.get(name, "te_convert.api")), name)
+    value = getattr(import_module(_PLACES.get(name, "te_convert.api")), name)
     globals()[name] = value
     return value
 

@@ -30,6 +30,7 @@ from te_convert.report.model import Report
 from te_convert.rewrite import optimizer as optimizers
 from te_convert.rewrite.apply import Applied
 from te_convert.rewrite.checkpoints import in_recipe
+from te_convert.rewrite.fallback import SiteFallback, fallbacks
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.materialize import materialize
 from te_convert.rewrite.site import get_record
@@ -41,7 +42,7 @@ from te_convert.rewrite.state import (
     te_state_dict,
 )
 from te_convert.runtime.backend import multiplies_in_tf32
-from te_convert.runtime.doctor import Check, run_checks
+from te_convert.runtime.doctor import Check, doctor
 from te_convert.stream.api import convert_checkpoint, export
 from te_convert.stream.convert import Streamed
 from te_convert.verify.gate import verify_applied
@@ -58,6 +59,7 @@ __all__ = [
     "Plan",
     "Report",
     "Result",
+    "SiteFallback",
     "Streamed",
     "analyze",
     "autocast",
@@ -67,6 +69,7 @@ __all__ = [
     "doctor",
     "explain",
     "export",
+    "fallbacks",
     "load",
     "load_original_state_dict",
     "materialize",
@@ -332,7 +335,8 @@ def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Modu
     Args:
         path: the directory.
         device: where to put the model; None keeps it on the CPU.
-        backend: "auto" takes TE when it can run on ``device``, "te" demands it, "reference" takes the twins.
+        backend: "auto" takes TE when it can run on ``device``, and twins where it cannot, for the model or for one site, with one
+            warning that names the cause; "te" demands TE, and "reference" takes the twins.
 
     Raises:
         LoadError: damaged, tampered with, an unknown schema, or a source that changed.
@@ -372,11 +376,6 @@ def open_model(spec: str, weights: str | Path | None = None) -> OpenedModel:
     if weights is not None:
         load_weights(opened.model, Path(weights))
     return opened
-
-
-def doctor() -> list[Check]:
-    """Facts about this machine with verdict, consequence and fix; never raises."""
-    return run_checks()
 
 
 def autocast(model: nn.Module) -> AbstractContextManager[Any]:

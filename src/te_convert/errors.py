@@ -41,3 +41,7 @@ class EnvironmentLacksError(TeConvertError):
     """What was demanded (``backend="te"``, a recipe) is not available on this machine."""
 
     exit_code = 4
+
+
+class FallbackWarning(UserWarning):
+    """A model that could have run on Transformer Engine runs on twins, as a whole or at a site; the message names the cause."""

@@ -1,80 +1,89 @@
-"""Broken installs of TE are described, never raised, and never imported in this process."""
+"""Broken installs of TE are recognised by a stable code, never raised, and never imported in this process."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import te_convert
-from te_convert.errors import EnvironmentLacksError
-from te_convert.runtime import backend, doctor, probe
+from te_convert.errors import EnvironmentLacksError, FallbackWarning
+from te_convert.runtime import backend, causes, probe
+from te_convert.runtime.doctor import Check
+from te_convert.runtime.packages import Packages, find_packages
 from te_convert.runtime.probe import TransformerEngineProbe, describe_environment, distribution_version
-
-FAILURES = {
-    "missing library": ("raise OSError('libcudnn_adv.so.9: cannot open shared object file')", "libcudnn_adv"),
-    "undefined symbol": ("raise ImportError('undefined symbol: _ZN3c10')", "undefined symbol"),
-    "assertion": ("assert False, 'TE needs torch'", "TE needs torch"),
-    "runtime": ("raise RuntimeError('Found no NVIDIA driver')", "no NVIDIA driver"),
-    "stop iteration": ("raise StopIteration", "StopIteration"),
-    "missing file": ("raise FileNotFoundError('Could not find shared object file')", "shared object"),
-    "crash": ("import os; os._exit(9)", "exit status 9"),
-    "killed": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
-    "silent": ("", "has no Linear"),
-    "wrong package": ("Linear = None; del Linear", "has no Linear"),
-    "exits silently": ("raise SystemExit(0)", "has no Linear"),
-}
+from tests.runtime import shadow
+from tests.runtime.doctoring import checks_of
+from tests.runtime.shadow import ROWS, Shadow
 
 
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path of this process and its children, with a light torch in front for the children."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "light"), str(tmp_path)]))
-    (tmp_path / "light").mkdir()
-    (tmp_path / "light" / "torch.py").write_text("")
-    monkeypatch.setattr(probe, "probe_transformer_engine", probe.probe_transformer_engine.__wrapped__)
-    return tmp_path
-
-
-def write_te(folder: Path, body: str) -> None:
-    package = folder / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "pytorch.py").write_text(body + "\n")
-
-
-@pytest.mark.parametrize("kind", FAILURES)
-def test_a_broken_install_is_described(kind: str, install: Path) -> None:
-    body, expected = FAILURES[kind]
-    write_te(install, body)
-    found = probe.probe_transformer_engine()
-    assert (found.installed, found.importable) == (True, False)
-    assert expected in found.error
+@pytest.mark.parametrize("row", ROWS)
+def test_every_broken_installation_has_its_code(row: str, tmp_path: Path) -> None:
+    made, code = ROWS[row]
+    found = made.probe(tmp_path)
+    assert found.code == code, found
+    assert found.importable is (code == "")
+    assert "\n" not in found.error
+    assert bool(found.error) is bool(code)
     assert "transformer_engine.pytorch" not in sys.modules
+    if code:
+        (verdict,) = [check for check in checks_of(found) if check.name == "Transformer Engine"]
+        assert verdict.ok is False
+        assert verdict.code == code
+        assert "{" not in verdict.fix.replace("python -c", "")
 
 
-def test_a_working_install_is_found_whatever_it_prints(install: Path) -> None:
-    write_te(install, "import sys; print('banner'); print('warning', file=sys.stderr); Linear = object")
-    assert probe.probe_transformer_engine() == TransformerEngineProbe(True, True, "", distribution_version("transformer-engine"))
+def test_every_cause_of_a_failed_import_is_reproduced() -> None:
+    shown = {code for _, code in ROWS.values() if code} | {"te.import-hangs"}
+    assert {cause.code for cause in causes.CAUSES if cause.code.startswith(("te.", "torch."))} == shown
 
 
-def test_an_import_that_hangs_is_given_up(install: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_te(install, "import time; time.sleep(60)")
-    monkeypatch.setattr(probe, "_TIMEOUT_S", 0.5)
-    assert "TimeoutExpired" in probe.probe_transformer_engine().error
+def test_a_fix_names_what_the_installation_needs(tmp_path: Path) -> None:
+    found = ROWS["dependency absent"][0].probe(tmp_path)
+    (verdict,) = [check for check in checks_of(found) if check.name == "Transformer Engine"]
+    assert verdict.fix == "pip install onnxscript"
+    assert causes.fill(causes.BY_CODE["te.absent"].fix, Packages(), "12.8") == (
+        f"pip install --no-build-isolation 'transformer-engine[pytorch,core_cu12]=={causes.NEWEST_KNOWN}'"
+    )
 
 
-def test_no_install_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = probe.probe_transformer_engine.__wrapped__()
-    assert (found.installed, found.importable) == (False, False)
-    assert "not installed" in found.error
+def test_a_computed_product_is_told_from_an_import(tmp_path: Path) -> None:
+    found = ROWS["works"][0].probe(tmp_path)
+    assert found.computed
+    assert found.torch.gpus == (probe.Gpu("a GPU", (9, 0), 80 * 2**30),)
+    assert (found.torch.cuda, found.torch.nccl, found.torch.cudnn, found.torch.cxx11_abi) == ("13.0", (2, 30, 4), 91200, True)
+    (tmp_path / "full").mkdir()
+    assert not ROWS["GPU is full"][0].probe(tmp_path / "full").computed
+
+
+def test_what_packages_print_does_not_matter(tmp_path: Path) -> None:
+    noisy = "import sys; print('banner', end=''); print('warning', file=sys.stderr)\n"
+    assert Shadow(outer=noisy, inner=noisy + shadow.WORKS).probe(tmp_path).importable
+
+
+def test_an_import_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_TIMEOUT_S", 4.0)
+    found = Shadow(outer="import time; time.sleep(60)").probe(tmp_path)
+    assert found.code == "te.import-hangs"
+    assert found.torch.version == "2.14.1"  # what was known before it hung
+    assert "4 s" in found.error
+
+
+def test_an_interpreter_that_does_not_start_is_said(tmp_path: Path) -> None:
+    found = probe.run_probe(str(tmp_path / "no-python"), [])
+    assert found.code == "torch.broken"
+    assert "FileNotFoundError" in found.error
+
+
+def test_damaged_metadata_counts_as_not_there(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine-1.dist-info").mkdir()
+    (tmp_path / "einops-1.0.dist-info").mkdir()
+    (tmp_path / "einops-1.0.dist-info" / "METADATA").write_bytes(b"\xff\xfe\x00")
+    found = find_packages([str(tmp_path), str(tmp_path / "nowhere")])
+    assert (found.te, found.cores, found.needs["einops"]) == (None, {}, None)
 
 
 def test_the_environment_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,29 +98,39 @@ def test_the_environment_is_plain_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", fails)
     assert describe_environment.__wrapped__()["gpus"] == []
+    monkeypatch.setattr(importlib.util, "find_spec", fails)
+    assert probe.find_te() is False
 
 
 # ---- backend ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(backend, "probe_transformer_engine", lambda: TransformerEngineProbe(True, True, "", "2.20"))
+    monkeypatch.setattr(backend, "probe_transformer_engine", lambda: TransformerEngineProbe(""))
     return monkeypatch
 
 
 @pytest.mark.usefixtures("machine")
 def test_te_is_chosen_where_it_can_run() -> None:
-    assert backend.choose_backend("auto", "cuda").name == "te"
+    assert backend.choose_backend("auto", "cuda") == backend.Backend(
+        "te", "Transformer Engine imports and the model is on a CUDA device"
+    )
     assert backend.choose_backend("te", "cuda").name == "te"
     assert backend.choose_backend("reference", "cuda").name == "reference"
     assert backend.choose_backend("auto", "cpu").name == "reference"
 
 
-def test_what_lacks_is_named(machine: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EnvironmentLacksError, match="the model is on cpu"):
+def test_what_lacks_is_named(machine: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    with pytest.raises(EnvironmentLacksError, match="the model is on cpu") as caught:
         backend.choose_backend("te", "cpu")
-    machine.setattr(backend, "probe_transformer_engine", lambda: TransformerEngineProbe(True, False, "libcudnn", None))
-    assert "libcudnn" in backend.choose_backend("auto", "cuda").reason
+    assert caught.value.exit_code == 4
+    backend.warn_missed(backend.choose_backend("auto", "cpu"))  # where nobody expects TE, nothing is missed
+    assert not recwarn.list
+    machine.setattr(backend, "probe_transformer_engine", lambda: TransformerEngineProbe("te.cudnn-missing", "libcudnn"))
+    missed = backend.choose_backend("auto", "cuda")
+    assert "libcudnn" in missed.reason
+    with pytest.warns(FallbackWarning, match=r"te\.cudnn-missing.*libcudnn"):
+        backend.warn_missed(missed)
     machine.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentLacksError, match="no CUDA device"):
         backend.choose_backend("te", "cuda")
@@ -123,44 +142,8 @@ def test_the_real_gpu_is_described() -> None:
     assert describe_environment()["gpus"]
 
 
-# ---- doctor ----------------------------------------------------------------------------------------------------------
-def checks_by_name() -> dict[str, te_convert.Check]:
-    return {check.name: check for check in te_convert.doctor()}
+def test_the_type_of_a_check_is_public() -> None:
+    import te_convert
 
-
-def test_every_failed_check_has_a_consequence_and_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "probe_transformer_engine", lambda: TransformerEngineProbe(False, False, "not installed", None))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "cuda", None)
-    checks = checks_by_name()
-    failed = [check for check in checks.values() if check.ok is False]
-    assert {check.name for check in failed} == {"torch CUDA build", "GPU", "Transformer Engine"}
-    assert all(check.consequence and check.fix for check in failed)
-    assert not doctor.te_would_run(list(checks.values()))
-    json.dumps([check.to_dict() for check in checks.values()])
-
-
-@pytest.mark.parametrize(("capability", "consequence"), [((8, 0), "8.9"), ((9, 0), "")])
-def test_a_gpu_is_judged_by_its_capability(capability: tuple[int, int], consequence: str, machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(doctor, "probe_transformer_engine", lambda: TransformerEngineProbe(True, True, "", "2.20"))
-    machine.setattr(torch.version, "cuda", "13.0")
-    machine.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    machine.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    checks = checks_by_name()
-    assert checks["GPU"].ok
-    assert consequence in checks["GPU"].consequence
-    assert bool(checks["GPU"].consequence) is bool(consequence)
-    assert doctor.te_would_run(list(checks.values()))
-
-
-def test_doctor_never_raises(machine: pytest.MonkeyPatch) -> None:
-    def fails(*_: object) -> None:
-        raise RuntimeError("CUDA error: unknown error")
-
-    machine.setattr(torch.cuda, "get_device_capability", fails)
-    machine.setattr(torch.cuda, "device_count", fails)
-    machine.setattr(doctor, "probe_transformer_engine", lambda: TransformerEngineProbe(True, False, "broken", "2.20"))
-    checks = checks_by_name()
-    assert checks["GPU"].ok is False
-    assert "unknown error" in checks["GPU"].fact
-    assert "broken" in checks["Transformer Engine"].fact
+    assert all(isinstance(check, Check) for check in checks_of(TransformerEngineProbe("")))
+    assert callable(te_convert.doctor)

@@ -20,7 +20,8 @@ from te_convert.emit.user_code import one_line
 from te_convert.errors import EnvironmentLacksError, InputError, LoadError, TeConvertError
 from te_convert.plan.model import Plan
 from te_convert.rewrite.apply import apply_plan
-from te_convert.runtime.backend import choose_backend
+from te_convert.rewrite.materialize import allow_fallback
+from te_convert.runtime.backend import Backend, choose_backend
 
 _AGAIN = "convert the model again, or restore the file"
 _CHANGED = "the source or its packages changed; convert the model again"
@@ -34,7 +35,8 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
     Args:
         path: the directory.
         device: where the model goes; None leaves it on the CPU.
-        backend: "auto", "te" or "reference".
+        backend: "auto", "te" or "reference".  With "auto" a site whose TE module does not work on this machine goes on as its twin,
+            with a warning.
 
     Returns:
         The model with its tensors, ties, ``requires_grad`` and training flags.
@@ -54,11 +56,13 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
     chosen = choose_backend(backend, place.type if place is not None else "cpu")
     with torch.random.fork_rng(devices=[]):
         built = rebuild(manifest.source, directory)
-        model = _apply(built, plan, chosen.name)
+        model, chosen = _apply_or_fall_back(built, plan, chosen, demanded=backend != "auto")
     slots = find_slots(model)
     restore_ties(slots, manifest.ties)
     _assign(model, slots, directory, manifest)
     _restore_flags(model, slots, manifest)
+    if backend == "auto":
+        allow_fallback(model, chosen)
     return model if place is None else model.to(place)
 
 
@@ -120,6 +124,17 @@ def read_plan(directory: Path) -> Plan:
     if not isinstance(data, dict):
         raise LoadError("plan.json is not readable JSON: no object", "convert the model again")
     return Plan.from_dict(data)
+
+
+def _apply_or_fall_back(model: nn.Module, plan: Plan, chosen: Backend, demanded: bool) -> tuple[nn.Module, Backend]:
+    """On twins where TE imports and does not build the modules, unless TE was demanded; the backend says why."""
+    try:
+        return _apply(model, plan, chosen.name), chosen
+    except TeConvertError as error:
+        if demanded or chosen.name != "te":
+            raise
+        root = _apply(model, plan, "reference")  # a plan that does not fit the model fails here as well
+        return root, Backend("reference", str(error), missed=str(error))
 
 
 def _apply(model: nn.Module, plan: Plan, backend: str) -> nn.Module:

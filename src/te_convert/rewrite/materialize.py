@@ -16,11 +16,12 @@ from te_convert.config import ConvertConfig
 from te_convert.errors import InputError
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import carry_attributes
+from te_convert.rewrite.fallback import unwatch, watch
 from te_convert.rewrite.fused import FusedRecord
 from te_convert.rewrite.nested import PLACE
 from te_convert.rewrite.portable import build_converted, is_tes
 from te_convert.rewrite.site import is_converted, site_class
-from te_convert.runtime.backend import choose_backend
+from te_convert.runtime.backend import Backend, choose_backend, warn_missed
 
 _OF_EVERY_MODULE = nn.Module().__dict__.keys()
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -34,7 +35,8 @@ def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
 
     Args:
         model: a converted model; where nothing of it was converted, nothing is done.
-        backend: "te", "reference", or "auto" for TE where it can run on the model's device.
+        backend: "te", "reference", or "auto" for TE where it can run on the model's device; a site whose TE module turns out not to
+            work there then goes on as its twin, with a warning (:func:`te_convert.fallbacks`).
 
     Returns:
         ``model``.
@@ -46,8 +48,24 @@ def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
     if not isinstance(model, nn.Module):
         raise InputError(f"materialize takes an nn.Module, got {type(model).__name__}", "pass the converted model")
     config = ConvertConfig(backend=backend)
-    switch_backend(model, choose_backend(config.backend, model_device(model).type).name)
+    chosen = choose_backend(config.backend, model_device(model).type)
+    unwatch(model)
+    try:
+        switch_backend(model, chosen.name)
+    except Exception as error:  # whatever TE's constructors raise; nothing was changed
+        if config.backend != "auto":
+            raise
+        chosen = Backend("reference", str(error), missed=f"{type(error).__name__}: {error}")
+    if config.backend == "auto":
+        allow_fallback(model, chosen)
     return model
+
+
+def allow_fallback(model: nn.Module, chosen: Backend) -> None:
+    """What ``backend="auto"`` means on a GPU: say why the model is not on TE, and let single sites leave TE where they must."""
+    warn_missed(chosen)
+    if chosen.name == "te":
+        watch(model, switch_modules)
 
 
 def switch_backend(model: nn.Module, backend: str) -> int:
@@ -59,8 +77,12 @@ def switch_backend(model: nn.Module, backend: str) -> int:
     Raises:
         EnvironmentLacksError: Transformer Engine does not import, or is too old for one of them.
     """
-    found: list[Any] = [module for module in model.modules() if is_converted(module)]
-    modules = [module for module in found if module.__dict__[SITE_ATTRIBUTE].backend != backend]
+    return switch_modules([module for module in model.modules() if is_converted(module)], backend)
+
+
+def switch_modules(found: list[nn.Module], backend: str) -> int:
+    """:func:`switch_backend` for these converted modules alone."""
+    modules: list[Any] = [module for module in found if module.__dict__[SITE_ATTRIBUTE].backend != backend]
     made = [(module, *_before_and_after(module, backend)) for module in modules]
     for module, old, new in made:
         _become(module, old, new)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 
 import torch
 
-from te_convert.errors import EnvironmentLacksError
+from te_convert.errors import EnvironmentLacksError, FallbackWarning
 from te_convert.runtime.probe import probe_transformer_engine
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The chosen backend, "te" or "reference", and why."""
+    """The chosen backend, "te" or "reference", and why.
+
+    Attributes:
+        missed: why "auto" did not take TE although the model is on a CUDA device, else "".
+    """
 
     name: str
     reason: str
+    missed: str = ""
 
 
 def choose_backend(choice: str, device_type: str) -> Backend:
@@ -34,7 +40,7 @@ def choose_backend(choice: str, device_type: str) -> Backend:
         return Backend("te", "asked for" if choice == "te" else "Transformer Engine imports and the model is on a CUDA device")
     if choice == "te":
         raise EnvironmentLacksError(f"backend 'te' cannot run here: {lacking}", "run te-convert doctor, or use backend='auto'")
-    return Backend("reference", lacking)
+    return Backend("reference", lacking, lacking if device_type == "cuda" else "")
 
 
 def multiplies_in_tf32(backend: str, device_type: str) -> bool:
@@ -51,4 +57,10 @@ def _why_not_te(device_type: str) -> str:
     if device_type != "cuda":
         return f"the model is on {device_type}; Transformer Engine runs on CUDA devices only"
     probe = probe_transformer_engine()
-    return "" if probe.importable else f"Transformer Engine does not import: {probe.error}"
+    return "" if probe.importable else f"Transformer Engine does not run ({probe.code}): {probe.error}"
+
+
+def warn_missed(backend: Backend) -> None:
+    """One warning when "auto" leaves a model on a CUDA device to the twins."""
+    if backend.missed:
+        warnings.warn(f"the twins are used on a CUDA device: {backend.missed}", FallbackWarning, stacklevel=3)

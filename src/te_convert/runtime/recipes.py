@@ -9,8 +9,10 @@ on 8.9 itself CUDA 12.1), ``check_fp8_block_scaling_support`` (9.0 and CUDA 12.9
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    from te_convert.runtime.probe import TransformerEngineProbe
 
 Version = tuple[int, int]
 """A compute capability, or a CUDA version."""
@@ -41,6 +43,7 @@ CONDITIONS: dict[str, Conditions] = {
     "nvfp4": Conditions("NVFP4BlockScaling", (10, 0)),
 }
 _CUDA_ON_ADA: Version = (12, 1)
+_BF16: Version = (8, 0)  # check_bf16_support
 BEST = ("mxfp8", "fp8-current", "fp8-delayed")
 """What "fp8" takes, the first that there is.
 
@@ -87,6 +90,8 @@ def why_not_here(recipe: str | None) -> str:
 
 def current_capability() -> Version | None:
     """Compute capability of the current GPU, None without one."""
+    import torch  # not at the top: doctor works where torch does not import
+
     try:
         return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     except Exception:  # whatever a broken driver makes torch say; doctor tells
@@ -95,10 +100,38 @@ def current_capability() -> Version | None:
 
 def torch_cuda() -> Version | None:
     """CUDA version that torch was built for."""
-    if torch.version.cuda is None:
+    import torch
+
+    return parse_cuda(torch.version.cuda)
+
+
+def parse_cuda(version: str | None) -> Version | None:
+    """``torch.version.cuda`` as a version; None for a build without CUDA."""
+    if version is None:
         return None
-    major, minor = torch.version.cuda.split(".")[:2]
+    major, minor = version.split(".")[:2]
     return int(major), int(minor)
+
+
+def why_recipe_fails(recipe: str, probe: TransformerEngineProbe) -> str:
+    """Why a recipe would not run on the GPUs that the probe saw, with the Transformer Engine that it imported, or "".
+
+    Args:
+        recipe: any of ``config.RECIPES``.
+        probe: one that saw a GPU.
+    """
+    cuda = parse_cuda(probe.torch.cuda)
+    for gpu in probe.torch.gpus:
+        if gpu.capability < _BF16:
+            return f"{recipe} needs compute capability {_text(_BF16)}; this GPU has {_text(gpu.capability)}"
+        why = "" if recipe == "bf16" else why_unavailable(recipe, gpu.capability, cuda)
+        if why:
+            return why
+        taken = best_recipe(gpu.capability, cuda) if recipe == "fp8" else recipe
+        name = CONDITIONS[taken].name if taken in CONDITIONS else None
+        if probe.recipes and name is not None and name not in probe.recipes:
+            return f"{recipe} needs {name}, which Transformer Engine {probe.version or ''} does not have".replace("  ", " ")
+    return ""
 
 
 def _text(version: Version) -> str:

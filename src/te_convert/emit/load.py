@@ -127,14 +127,21 @@ def read_plan(directory: Path) -> Plan:
 
 
 def _apply_or_fall_back(model: nn.Module, plan: Plan, chosen: Backend, demanded: bool) -> tuple[nn.Module, Backend]:
-    """On twins where TE imports and does not build the modules, unless TE was demanded; the backend says why."""
+    """On twins where TE imports and does not build the modules, unless TE was demanded; the backend says why.
+
+    Raises:
+        EnvironmentLacksError: ``demanded``, and TE's constructors fail for a plan that fits the model.
+    """
     try:
         return _apply(model, plan, chosen.name), chosen
     except TeConvertError as error:
-        if demanded or chosen.name != "te":
+        if chosen.name != "te" or (demanded and isinstance(error, EnvironmentLacksError)):
             raise
         root = _apply(model, plan, "reference")  # a plan that does not fit the model fails here as well
-        return root, Backend("reference", str(error), missed=str(error))
+        why = str(error.__cause__ or error)
+        if demanded:
+            raise EnvironmentLacksError(f"Transformer Engine does not build the modules: {why}", "run te-convert doctor") from error
+        return root, Backend("reference", why, missed=why)
 
 
 def _apply(model: nn.Module, plan: Plan, backend: str) -> nn.Module:

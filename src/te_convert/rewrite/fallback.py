@@ -72,8 +72,9 @@ class SiteFallback:
 class Guard:
     """Stands in front of a TE module's forward; after an error of the machine the module is its twin, and calls are counted."""
 
-    def __init__(self, module: nn.Module, name: str, fqn: str, switch: Switch) -> None:
+    def __init__(self, module: nn.Module, name: str, fqn: str, switch: Switch, told: set[str]) -> None:
         self.module, self.name, self.fqn, self.switch = module, name, fqn, switch
+        self.told = told  # causes that the model warned of: hundreds of sites can leave for the same one
         self.cause, self.calls = "", 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +95,12 @@ class Guard:
     def _leave(self, error: BaseException) -> None:
         self.cause = " ".join(f"{type(error).__name__}: {error}".split())
         self.switch([self.module], "reference")
+        if self.cause in self.told:
+            return
+        self.told.add(self.cause)
         where = self.fqn or "the root"
-        warnings.warn(f"{where} runs on its twin from now on, in high precision: {self.cause}", FallbackWarning, stacklevel=2)
+        what = f"{where} runs on its twin from now on, in high precision: {self.cause}"
+        warnings.warn(f"{what}; te_convert.fallbacks(model) lists all such sites", FallbackWarning, stacklevel=2)
 
 
 def speaks_of_the_machine(error: BaseException) -> bool:
@@ -108,10 +113,11 @@ def speaks_of_the_machine(error: BaseException) -> bool:
 def watch(model: nn.Module, switch: Switch) -> None:
     """Guard every site of a model that runs on TE."""
     unwatch(model)
+    told: set[str] = set()
     for fqn, module in model.named_modules():
         if is_converted(module) and module.__dict__[SITE_ATTRIBUTE].backend == "te":
             name = _name_of_forward(module)
-            module.__dict__[name] = Guard(module, name, fqn, switch)
+            module.__dict__[name] = Guard(module, name, fqn, switch, told)
 
 
 def unwatch(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
-from te_convert.errors import InputError
+from te_convert.errors import EnvironmentLacksError, InputError
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import carry_attributes
 from te_convert.rewrite.fallback import unwatch, watch
@@ -52,10 +52,15 @@ def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
     unwatch(model)
     try:
         switch_backend(model, chosen.name)
-    except Exception as error:  # whatever TE's constructors raise; nothing was changed
+    except EnvironmentLacksError as error:
         if config.backend != "auto":
             raise
-        chosen = Backend("reference", str(error), missed=f"{type(error).__name__}: {error}")
+        chosen = Backend("reference", str(error), missed=str(error))
+    except Exception as error:  # whatever TE's constructors raise; nothing was changed
+        why = f"Transformer Engine does not build the modules: {type(error).__name__}: {error}"
+        if config.backend != "auto":
+            raise EnvironmentLacksError(why, "run te-convert doctor") from error
+        chosen = Backend("reference", why, missed=why)
     if config.backend == "auto":
         allow_fallback(model, chosen)
     return model

@@ -23,9 +23,9 @@ from te_convert.emit.write import check_out, write_directory
 from te_convert.errors import InputError
 from te_convert.explain.model import Explanation
 from te_convert.explain.site import explain_site
-from te_convert.pipeline import PLAN_ATTRIBUTE, Conversion, check_model, observe
+from te_convert.pipeline import Conversion, check_model, observe
 from te_convert.plan.choose import make_plan
-from te_convert.plan.model import Plan
+from te_convert.plan.model import PLAN_ATTRIBUTE, Plan
 from te_convert.report.model import Report
 from te_convert.rewrite import optimizer as optimizers
 from te_convert.rewrite.apply import Applied

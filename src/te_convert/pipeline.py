@@ -22,7 +22,7 @@ from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
 from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
-from te_convert.plan.model import SITE_ATTRIBUTE, Plan
+from te_convert.plan.model import PLAN_ATTRIBUTE, SITE_ATTRIBUTE, Plan
 from te_convert.reasons import ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
 from te_convert.replacements.build import why_not_built
@@ -56,9 +56,6 @@ _OPTIONAL = {
 _TF32 = (
     "the twins held float32's bounds in {} runs; Transformer Engine's kernels multiply float32 in TF32 and have bounds of their own"
 )
-
-PLAN_ATTRIBUTE = "_te_convert_plan"
-"""Where a converted root keeps its plan, for autocast() and save()."""
 
 
 class Conversion:

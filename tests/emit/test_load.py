@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import te_convert
+from te_convert import api
 from te_convert.emit.load import load_directory
 from te_convert.emit.slots import find_slots
 from te_convert.emit.sources import open_source, source_of
@@ -78,6 +80,16 @@ def test_round_trip(written: tuple[nn.Module, Path]) -> None:
     # A second load is another model.
     another: Any = load_directory(out)
     assert another.embed.weight is not loaded.embed.weight
+
+
+def test_a_loaded_model_knows_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_source(str(write_source(tmp_path / "in")))
+    result = te_convert.convert(opened.model, (IDS,), recipe="fp8-current", backend="reference")
+    api.save(result, tmp_path / "out", source=opened.source)
+    asked: list[str | None] = []
+    monkeypatch.setattr(api, "in_recipe", lambda model, recipe: asked.append(recipe))
+    te_convert.autocast(te_convert.load(tmp_path / "out", backend="reference"))
+    assert asked == ["fp8-current"]
 
 
 def test_round_trip_of_fusions(tmp_path: Path) -> None:

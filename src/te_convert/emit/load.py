@@ -18,7 +18,7 @@ from te_convert.emit.sources import rebuild
 from te_convert.emit.tensors_file import BUFFERS, INDEX, file_record, read_tensors
 from te_convert.emit.user_code import one_line
 from te_convert.errors import EnvironmentLacksError, InputError, LoadError, TeConvertError
-from te_convert.plan.model import Plan
+from te_convert.plan.model import PLAN_ATTRIBUTE, Plan
 from te_convert.rewrite.apply import apply_plan
 from te_convert.rewrite.materialize import allow_fallback
 from te_convert.runtime.backend import Backend, choose_backend
@@ -61,6 +61,8 @@ def load_directory(path: Path | str, device: torch.device | str | None = None, b
     restore_ties(slots, manifest.ties)
     _assign(model, slots, directory, manifest)
     _restore_flags(model, slots, manifest)
+    if plan.converting:
+        model.__dict__[PLAN_ATTRIBUTE] = plan
     if backend == "auto":
         allow_fallback(model, chosen)
     return model if place is None else model.to(place)

@@ -18,6 +18,8 @@ PLAN_SCHEMA = 2
 SITE_ATTRIBUTE = "_te_convert"
 """Where a converted module keeps its record (in ``__dict__``, so it is neither a submodule nor in the state dict)."""
 
+PLAN_ATTRIBUTE = "_te_convert_plan"
+"""Where a converted root keeps its plan, for autocast() and save()."""
 MEMBER_ATTRIBUTE = "_te_convert_member"
 """Where a member of a fusion keeps its decision."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         autocast,
         convert,
         convert_checkpoint,
+        estimate,
         explain,
         export,
         fallbacks,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     )
     from te_convert.bench.model import BenchResult as BenchResult
     from te_convert.bench.run import bench
+    from te_convert.estimate.model import Estimate as Estimate
     from te_convert.plan.model import Plan as Plan
     from te_convert.report.model import Report as Report
     from te_convert.runtime.doctor import doctor
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BenchResult",
+    "Estimate",
     "Explanation",
     "Parity",
     "Plan",
@@ -53,6 +56,7 @@ __all__ = [
     "convert",
     "convert_checkpoint",
     "doctor",
+    "estimate",
     "explain",
     "export",
     "fallbacks",
@@ -75,12 +79,13 @@ except metadata.PackageNotFoundError:  # run from a source tree that was not ins
 
 _PLACES = {
     "BenchResult": "te_convert.bench.model",
+    "Estimate": "te_convert.estimate.model",
     "Parity": "te_convert.verify.model",
     "Plan": "te_convert.plan.model",
     "Report": "te_convert.report.model",
     "doctor": "te_convert.runtime.doctor",  # works where torch does not import
 }
-_PACKAGES = {"bench": "te_convert.bench.run", "explain": "te_convert.api", "verify": "te_convert.api"}
+_PACKAGES = {"bench": "te_convert.bench.run", "estimate": "te_convert.api", "explain": "te_convert.api", "verify": "te_convert.api"}
 """Functions that are called like a subpackage → the module that has them."""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from te_convert.benefit import estimate
 from te_convert.capture.fake import is_meta
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.capture.tensors import model_device
@@ -21,6 +22,7 @@ from te_convert.emit.sources import ModelSource, OpenedModel, open_source, sourc
 from te_convert.emit.weights_file import load_weights
 from te_convert.emit.write import check_out, write_directory
 from te_convert.errors import InputError
+from te_convert.estimate.gpus import check_gpu
 from te_convert.explain.model import Explanation
 from te_convert.explain.site import explain_site
 from te_convert.pipeline import Conversion, check_model, observe
@@ -63,10 +65,12 @@ __all__ = [
     "Streamed",
     "analyze",
     "autocast",
+    "check_gpu",
     "check_out",
     "convert",
     "convert_checkpoint",
     "doctor",
+    "estimate",
     "explain",
     "export",
     "fallbacks",
@@ -129,6 +133,9 @@ def convert(
     strict: bool = False,
     min_sqnr: float | None = None,
     bisect: bool = False,
+    policy: str = "none",
+    gpu: str | None = None,
+    tokens: int | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Replace what Transformer Engine has an equivalent for, prove that the numbers are the same, and report every site.
@@ -151,6 +158,10 @@ def convert(
             each site moves with it: 18 and 8.
         bisect: where sites that are right alone are wrong together, find a smallest such set (up to 128 more runs), name it in
             the report, and put back one of its sites.
+        policy: "benefit" keeps sites in high precision at which the recipe is predicted to be slower (docs/estimate.md); "none"
+            only says so, where a GPU is named or present.
+        gpu: what to predict for, such as "h100"; this machine's when None.
+        tokens: of a training step on it; those of the example inputs when None.
         progress: called with (stage, done, total).
 
     Returns:
@@ -180,6 +191,9 @@ def convert(
         strict=strict,
         min_sqnr=min_sqnr,
         bisect=bisect,
+        policy=policy,
+        gpu=gpu,
+        tokens=tokens,
         progress=progress,
     )
     check_model(model)

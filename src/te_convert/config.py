@@ -17,6 +17,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 """What a streamed conversion can write floating-point tensors in."""
 BACKENDS = ("auto", "te", "reference")
 APPROXIMATIONS = ("gelu-tanh",)
+POLICIES = ("none", "benefit")
+"""What decides over a site's precision beside alignment and accuracy: nothing, or the predicted time."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class ConvertConfig:
     """What :func:`te_convert.convert` was asked for.
 
     Raises:
-        InputError: an unknown recipe, backend or approximation, a pattern that is not a string, or a bound that is no number.
+        InputError: an unknown recipe, backend, policy or approximation, a pattern that is no string, or a bound that is no number.
     """
 
     recipe: str | None = None
@@ -61,6 +63,9 @@ class ConvertConfig:
     strict: bool = False
     min_sqnr: float | None = None
     bisect: bool = False
+    policy: str = "none"
+    gpu: str | None = None
+    tokens: int | None = None
     progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,6 +73,8 @@ class ConvertConfig:
             raise InputError(f"unknown recipe {self.recipe!r}", f"use None or one of {', '.join(RECIPES)}")
         if self.backend not in BACKENDS:
             raise InputError(f"unknown backend {self.backend!r}", f"use one of {', '.join(BACKENDS)}")
+        if self.policy not in POLICIES:
+            raise InputError(f"unknown policy {self.policy!r}", f"use one of {', '.join(POLICIES)}")
         bound: Any = self.min_sqnr
         if bound is not None and not (isinstance(bound, int | float) and math.isfinite(bound)):
             raise InputError(f"min_sqnr takes a finite number of dB, got {bound!r}", "pass for instance min_sqnr=20.0")

@@ -19,6 +19,7 @@ from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
 from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
+from te_convert.estimate.gate import benefit_gpu, weigh
 from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
@@ -65,6 +66,8 @@ class Conversion:
         self.original, self.config, self.given = model, config, given
         self.backend: Backend = choose_backend(config.backend, model_device(model).type)
         self.timings: dict[str, float] = {}
+        self.gpu = benefit_gpu(config)
+        self.benefit = ""
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -84,6 +87,7 @@ class Conversion:
             scenarios, captured, notes = observe(target, self.given, self.config)
         with self._timed("plan"):
             plan = self._fit(make_plan(target, captured, self.config, notes))
+            plan, self.benefit = weigh(plan, target, captured, self.gpu, self.config)
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
@@ -201,7 +205,8 @@ class Conversion:
             return Applied(target, backend), plan
 
     def _report(self, plan: Plan, parity: Parity, figures: RecipeFigures | None = None) -> Report:
-        return report_of(plan, parity, self.config, self.backend, self.timings, figures)
+        report = report_of(plan, parity, self.config, self.backend, self.timings, figures)
+        return replace(report, warnings=(*report.warnings, self.benefit)) if self.benefit and plan.converting else report
 
 
 def report_of(

@@ -50,6 +50,8 @@ class ReasonCode(str, Enum):
     ALIGNMENT_ROWS = "alignment.rows"
     RECIPE_LOW_SQNR = "recipe.low-sqnr"
     RECIPE_UNAVAILABLE = "recipe.unavailable"
+    BENEFIT_FP8_SLOWER = "benefit.fp8-slower"
+    BENEFIT_NOT_WORTH_IT = "benefit.not-worth-it"
     RUNTIME_TE_TOO_OLD = "runtime.te-too-old"
     CAPTURE_NO_GRAPH = "capture.no-graph"
     PARAMETER_NEW_OBJECT = "parameter.new-object"
@@ -207,6 +209,16 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
         _A,
         "This machine's GPU cannot run the recipe; the model was converted for one that can.",
         "run the model on such a GPU, or take a recipe that this one has",
+    ),
+    ReasonCode.BENEFIT_FP8_SLOWER: ReasonInfo(
+        _A,
+        "The recipe is predicted to be slower here than high precision: quantising or the host costs more than the product gains.",
+        "policy='benefit' (--policy benefit) keeps such sites in high precision; more tokens at once favour the recipe",
+    ),
+    ReasonCode.BENEFIT_NOT_WORTH_IT: ReasonInfo(
+        _A,
+        "For the whole model the recipe is predicted to gain nothing over high precision on this GPU.",
+        "take recipe=None, or more tokens at once; te-convert estimate shows where the time goes",
     ),
     ReasonCode.RUNTIME_TE_TOO_OLD: ReasonInfo(
         _R,

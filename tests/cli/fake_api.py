@@ -40,6 +40,7 @@ class FakeApi:
     """What the functions return or raise, and what they were called with."""
 
     report: Report = field(default_factory=success)
+    estimate_result: Any = None
     checks: list[Check] = field(default_factory=list)
     raises: dict[str, BaseException] = field(default_factory=dict)
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -74,6 +75,14 @@ class FakeApi:
         self._called("analyze", *args, **kwargs)
         return bert_plan()
 
+    def check_gpu(self, *args: Any) -> str:
+        self._called("check_gpu", *args)
+        return "h100"
+
+    def estimate(self, *args: Any, **kwargs: Any) -> Any:
+        self._called("estimate", *args, **kwargs)
+        return self.estimate_result
+
     def save(self, result: Result, out: Path, **kwargs: Any) -> Path:
         self._called("save", result, out, **kwargs)
         return out
@@ -87,7 +96,7 @@ class FakeApi:
         import te_convert
 
         module = ModuleType("te_convert.api")
-        for name in ("check_out", "parse_inputs", "open_model", "convert", "analyze", "save", "doctor"):
+        for name in ("check_out", "parse_inputs", "open_model", "convert", "analyze", "estimate", "check_gpu", "save", "doctor"):
             setattr(module, name, getattr(self, name))
         monkeypatch.setitem(sys.modules, "te_convert.api", module)
         monkeypatch.setattr(te_convert, "api", module, raising=False)

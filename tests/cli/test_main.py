@@ -16,7 +16,7 @@ from tests.cli.fake_api import FakeApi
 ARGS = ("model.py", "--out", "d")
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["doctor"], ["check"], ["bench"], ["explain"]])
+@pytest.mark.parametrize("command", [[], ["convert"], ["analyze"], ["estimate"], ["doctor"], ["check"], ["bench"], ["explain"]])
 def test_help(command: list[str], run: Run, snapshot: SnapshotAssertion) -> None:
     long, short = run(*command, "--help"), run(*command, "-h")
     assert (long.exit_code, long.stderr) == (0, "")
@@ -142,7 +142,17 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["--version"], ["convert", "-h"], ["analyze", "-h"], ["doctor", "-h"], ["check", "-h"], ["m.py"]]
+    "args",
+    [
+        ["--help"],
+        ["--version"],
+        ["convert", "-h"],
+        ["analyze", "-h"],
+        ["estimate", "-h"],
+        ["doctor", "-h"],
+        ["check", "-h"],
+        ["m.py"],
+    ],
 )
 def test_torch_is_not_imported_before_it_is_needed(args: list[str]) -> None:
     done = python(

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from te_convert.cli.analyze import print_plan
-from te_convert.cli.options import ModelOptions, bisect_option, html_option, json_option, model_options, quiet_option
+from te_convert.cli.options import (
+    ModelOptions,
+    bisect_option,
+    gpu_options,
+    html_option,
+    json_option,
+    model_options,
+    policy_option,
+    quiet_option,
+)
 from te_convert.cli.output import check_writable, command_line, print_answer, print_json, say, text_style, working, write_file
 from te_convert.config import BACKENDS, DTYPES
 from te_convert.errors import ConversionError
@@ -44,6 +53,8 @@ Exit codes:
     "--min-sqnr", type=float, metavar="DB", help="Least SQNR of the model in the emulated recipe. Default: 20; nvfp4: 11."
 )
 @bisect_option
+@policy_option
+@gpu_options
 @click.option(
     "--stream/--no-stream",
     default=None,
@@ -63,6 +74,9 @@ def convert(
     strict: bool,
     min_sqnr: float | None,
     bisect: bool,
+    policy: str,
+    gpu: str | None,
+    tokens: int | None,
     stream: bool | None,
     dtype: str | None,
     resume: bool,
@@ -84,7 +98,7 @@ def convert(
     if html is not None:
         check_writable(html)
     if stream or (stream is None and (resume or dtype is not None or is_large(chosen.model))):
-        chosen.refuse_for_streaming(min_sqnr, bisect)
+        chosen.refuse_for_streaming(min_sqnr, bisect, policy != "none" or gpu is not None or tokens is not None)
         return stream_model(
             chosen,
             out,
@@ -110,6 +124,9 @@ def convert(
                 strict=strict,
                 min_sqnr=min_sqnr,
                 bisect=bisect,
+                policy=policy,
+                gpu=gpu,
+                tokens=tokens,
                 progress=progress,
                 fuse=True,
                 **chosen.choices,

@@ -16,6 +16,7 @@ from te_convert.cli.bench import bench
 from te_convert.cli.check import check
 from te_convert.cli.convert import convert
 from te_convert.cli.doctor import doctor
+from te_convert.cli.estimate import estimate
 from te_convert.cli.explain import explain
 from te_convert.cli.export import export
 from te_convert.cli.output import COMMAND_LINE, EXIT_INTERRUPTED, EXIT_USAGE, fail
@@ -80,7 +81,7 @@ Examples:
 \b
 Exit codes:
   0   converted and verified (with --no-verify: converted);
-      analyze, explain, bench: done; check: parity holds; doctor: Transformer Engine would run
+      analyze, estimate, explain, bench: done; check: parity holds; doctor: Transformer Engine would run
   1   written unchanged: nothing was converted, or everything was put back
   2   usage or bad input
   3   parity failed, or could not be judged; with --strict nothing is written;
@@ -99,5 +100,5 @@ def main() -> None:
     """
 
 
-for _command in (convert, analyze, explain, check, bench, export, doctor):
+for _command in (convert, analyze, explain, estimate, check, bench, export, doctor):
     main.add_command(_command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from te_convert.config import APPROXIMATIONS, RECIPES
+from te_convert.config import APPROXIMATIONS, POLICIES, RECIPES
 
 if TYPE_CHECKING:
     from te_convert.api import OpenedModel
@@ -44,14 +44,14 @@ class ModelOptions:
 
         return api.parse_inputs(self.inputs) if self.inputs else None
 
-    def refuse_for_streaming(self, min_sqnr: float | None, bisect: bool) -> None:
+    def refuse_for_streaming(self, min_sqnr: float | None, bisect: bool, benefit: bool = False) -> None:
         """Say which options a streamed conversion cannot honour.
 
         Raises:
             click.UsageError: one of them was given, or MODEL is no directory.
         """
         given = {"--inputs": bool(self.inputs), "--weights": self.weights is not None, "--min-sqnr": min_sqnr is not None}
-        given["--bisect"] = bisect
+        given |= {"--bisect": bisect, "--policy, --gpu or --tokens": benefit}
         wrong = [name for name, is_given in given.items() if is_given]
         if wrong:
             raise click.UsageError(f"{', '.join(wrong)} cannot be used with --stream; --no-stream loads the whole model.")
@@ -82,12 +82,19 @@ _MODEL_OPTIONS = (
         type=click.Choice(APPROXIMATIONS),
         help=f"Accept a named approximation ({', '.join(APPROXIMATIONS)}). Repeatable.",
     ),
-    click.option(
-        "--recipe",
-        type=click.Choice(list(RECIPES)),
-        metavar="NAME",
-        help=f"Precision recipe: {', '.join(RECIPES)}. Default: high precision.",
-    ),
+)
+_RECIPE = click.option(
+    "--recipe",
+    type=click.Choice(list(RECIPES)),
+    metavar="NAME",
+    help=f"Precision recipe: {', '.join(RECIPES)}. Default: high precision.",
+)
+_RECIPES = click.option(
+    "--recipe",
+    type=click.Choice(["all", *RECIPES]),
+    default="all",
+    metavar="NAME",
+    help=f"all, or one of {', '.join(RECIPES)}. Default: all.",
 )
 
 _MEASURED_RECIPES = click.option(
@@ -101,12 +108,17 @@ _MEASURED_RECIPES = click.option(
 
 def model_options(command: F) -> F:
     """Add MODEL and the options of :class:`ModelOptions`."""
-    return _with_options(click.argument("model"), command)
+    return _with_options(click.argument("model"), _RECIPE(command))
+
+
+def estimate_options(command: F) -> F:
+    """The same, where ``--recipe`` may be all of them."""
+    return _with_options(click.argument("model"), _RECIPES(command))
 
 
 def target_options(command: F) -> F:
     """The same, where a converted directory may stand in MODEL's place."""
-    return _with_options(click.argument("model", metavar="DIR|MODEL"), command)
+    return _with_options(click.argument("model", metavar="DIR|MODEL"), _RECIPE(command))
 
 
 def measured_options(command: F) -> F:
@@ -136,6 +148,27 @@ def bisect_option(command: F) -> F:
     """Add ``--bisect``."""
     return click.option(
         "--bisect", is_flag=True, help="When sites that are right alone fail together, find a smallest such set and name it."
+    )(command)
+
+
+def gpu_options(command: F) -> F:
+    """Add ``--gpu`` and ``--tokens``."""
+    tokens = click.option(
+        "--tokens", type=click.IntRange(min=1), metavar="N", help="Tokens in a step. Default: those of the example inputs."
+    )
+    return click.option("--gpu", metavar="NAME", help="What to predict for, e.g. h100, b200. Default: this machine's.")(
+        tokens(command)
+    )
+
+
+def policy_option(command: F) -> F:
+    """Add ``--policy``."""
+    return click.option(
+        "--policy",
+        type=click.Choice(POLICIES),
+        default="none",
+        show_default=True,
+        help="benefit: keep sites in high precision where the recipe is predicted to be slower.",
     )(command)
 
 

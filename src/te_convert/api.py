@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from te_convert.benefit import estimate
+from te_convert.capture.ambient import plain_modes
+from te_convert.capture.arguments import as_path, require_module
 from te_convert.capture.fake import is_meta
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.capture.tensors import model_device
@@ -118,6 +120,7 @@ class Result:
         return save(self, out, source=source, force=force)
 
 
+@plain_modes()
 def convert(
     model: nn.Module,
     example_inputs: Any = None,
@@ -139,6 +142,8 @@ def convert(
     progress: Progress | None = None,
 ) -> Result:
     """Replace what Transformer Engine has an equivalent for, prove that the numbers are the same, and report every site.
+
+    The caller's ``no_grad``, inference mode and autocast have no effect on the result.
 
     Args:
         model: any ``nn.Module`` with real weights, also a root ``nn.Linear``.
@@ -205,6 +210,7 @@ def convert(
     return Result(*Conversion(model, config, normalize_inputs(example_inputs)).run(), origins=origins)
 
 
+@plain_modes()
 def analyze(
     model: nn.Module,
     example_inputs: Any = None,
@@ -229,11 +235,12 @@ def analyze(
         allow=patterns(allow, "allow"),
         progress=progress,
     )
-    check_model(model)
+    check_model(model, "analyze")
     _, captured, notes = observe(model, normalize_inputs(example_inputs), config)
     return make_plan(model, captured, config, notes)
 
 
+@plain_modes()
 def explain(
     model: nn.Module,
     fqn: str,
@@ -281,12 +288,13 @@ def explain(
         allow=patterns(allow, "allow"),
         progress=progress,
     )
-    check_model(model)
+    check_model(model, "explain")
     if context < 0:
         raise InputError(f"context is {context}", "pass how many steps of the graph to show, 0 or more")
     return explain_site(model, fqn, normalize_inputs(example_inputs), config, context)
 
 
+@plain_modes()
 def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int = 0, bisect: bool = False) -> Parity:
     """Compare a converted model with its original: whole model in several shapes, gradients, each converted site alone.
 
@@ -300,8 +308,13 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
         bisect: when the model as a whole fails, name a smallest set of sites that fails (``Parity.interactions``).
 
     Raises:
-        InputError: no inputs, or the original fails on them.
+        InputError: not modules, no inputs, a number of steps that is none, or the original fails on the inputs.
     """
+    for model in (original, converted):
+        require_module(model, "verify", "pass the original and the converted model")
+    number: Any = steps
+    if not isinstance(number, int) or number < 0:
+        raise InputError(f"verify takes a number of steps, got {steps!r}", "pass for instance steps=4, or 0 for none")
     scenarios = normalize_inputs(inputs)
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
@@ -353,10 +366,11 @@ def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Modu
             warning that names the cause; "te" demands TE, and "reference" takes the twins.
 
     Raises:
+        InputError: not a path.
         LoadError: damaged, tampered with, an unknown schema, or a source that changed.
         EnvironmentLacksError: ``backend="te"`` where TE cannot run.
     """
-    return load_directory(Path(path), device, backend)
+    return load_directory(as_path(path, "load"), device, backend)
 
 
 def save(result: Result, out: str | Path, *, source: ModelSource | None = None, force: bool = False) -> Path:
@@ -369,26 +383,32 @@ def save(result: Result, out: str | Path, *, source: ModelSource | None = None, 
         force: replace an existing directory.
 
     Raises:
-        InputError: ``out`` exists, cannot be written, or the source is not known.
+        InputError: not a result, ``out`` exists or cannot be written, or the source is not known.
     """
+    given: Any = result
+    if not isinstance(given, Result):
+        raise InputError(
+            f"save takes the result of convert(), got {type(given).__name__}", "keep what convert() returns as a whole"
+        )
+    directory = as_path(out, "save")
     found = source or result.source or source_of(result.model)
     if found is None:
         raise InputError(
             "the model's source is not known, so the directory could not be loaded again",
             "pass source=te_convert.open_model('model.py').source",
         )
-    return write_directory(result.model, result.plan, result.report, found, Path(out), force=force)
+    return write_directory(result.model, result.plan, result.report, found, directory, force=force)
 
 
-def open_model(spec: str, weights: str | Path | None = None) -> OpenedModel:
+def open_model(spec: str | Path, weights: str | Path | None = None) -> OpenedModel:
     """A model from ``file.py``, ``file.py:name``, ``pkg.mod:name`` or a Transformers directory.
 
     Raises:
         InputError: nothing usable there; the message says what was found.
     """
-    opened = open_source(spec)
+    opened = open_source(str(as_path(spec, "open_model")) if not isinstance(spec, str) else spec)
     if weights is not None:
-        load_weights(opened.model, Path(weights))
+        load_weights(opened.model, as_path(weights, "open_model"))
     return opened
 
 
@@ -398,7 +418,9 @@ def autocast(model: nn.Module) -> AbstractContextManager[Any]:
     Inside, the model's activation checkpointing runs through ``te.checkpoint``, which recomputes in the recipe.
 
     Raises:
+        InputError: not a module.
         EnvironmentLacksError: the recipe cannot run on this GPU or with this Transformer Engine.
     """
+    require_module(model, "autocast", "pass the converted model")
     plan: Plan | None = model.__dict__.get(PLAN_ATTRIBUTE)
     return in_recipe(model, None if plan is None else plan.recipe)

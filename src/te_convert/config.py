@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,7 +69,8 @@ class ConvertConfig:
     progress: Progress | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.recipe is not None and self.recipe not in RECIPES:
+        self._check_kinds()
+        if self.recipe is not None and self.recipe not in tuple(RECIPES):
             raise InputError(f"unknown recipe {self.recipe!r}", f"use None or one of {', '.join(RECIPES)}")
         if self.backend not in BACKENDS:
             raise InputError(f"unknown backend {self.backend!r}", f"use one of {', '.join(BACKENDS)}")
@@ -81,6 +82,14 @@ class ConvertConfig:
         for name in self.allow:
             if name not in APPROXIMATIONS:
                 raise InputError(f"unknown approximation {name!r} in allow", f"known: {', '.join(APPROXIMATIONS)}")
+
+    def _check_kinds(self) -> None:
+        """``strict="no"`` would be true, and a callback that cannot be called would fail in the middle of the work."""
+        for name in ("fuse", "inplace", "verify", "strict", "bisect"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name} is True or False, got {getattr(self, name)!r}", f"pass {name}=True or {name}=False")
+        if self.progress is not None and not callable(self.progress):
+            raise InputError(f"progress is a function, got {self.progress!r}", "it is called with (stage, done, total)")
 
     @property
     def alignment(self) -> Alignment | None:
@@ -97,9 +106,12 @@ def patterns(value: str | Sequence[str], name: str) -> tuple[str, ...]:
     """Normalise an include/exclude/allow argument to a tuple of strings.
 
     Raises:
-        InputError: an element is not a string.
+        InputError: no strings.
     """
-    items = (value,) if isinstance(value, str) else tuple(value)
+    given: Any = (value,) if isinstance(value, str) else value
+    if not isinstance(given, Iterable):
+        raise InputError(f"{name} takes strings, got {given!r}", "pass FQN glob patterns such as 'encoder.*.fc1'")
+    items: tuple[str, ...] = tuple(given)
     for item in items:
         if not isinstance(item, str):
             raise InputError(f"{name} takes strings, got {item!r}", "pass FQN glob patterns such as 'encoder.*.fc1'")

@@ -11,15 +11,18 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.capture.arguments import require_module
 from te_convert.capture.fake import is_meta
 from te_convert.capture.graph import Capture
 from te_convert.capture.inputs import derive_scenario
-from te_convert.capture.run import capture, describe_error, other_mode
+from te_convert.capture.preserve import untouched
+from te_convert.capture.run import capture, describe_error, other_mode, runs
 from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
 from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
 from te_convert.estimate.gate import benefit_gpu, weigh
+from te_convert.facts.sharing import find_shared
 from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
 from te_convert.plan.choose import make_plan
@@ -78,13 +81,27 @@ class Conversion:
             self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - start
 
     def run(self) -> Converted:
-        """Never leaves the caller's model changed unless ``inplace`` and the result is returned."""
+        """Never leaves the caller's model changed unless ``inplace`` and the result is returned.
+
+        A copy may still run code that is bound to the original (an instance's own ``forward``), which is guarded as well.
+        """
+        with nullcontext() if self.config.inplace else untouched(self.original):
+            return self._run()
+
+    def _run(self) -> Converted:
         with self._timed("copy"):
             target, problem = self._copy()
         if target is None:
             return self._unchanged(problem)
         with self._timed("capture"):
-            scenarios, captured, notes = observe(target, self.given, self.config)
+            try:
+                scenarios, captured, notes = observe(target, self.given, self.config)
+            except InputError as error:
+                if self.config.inplace or not any(runs(self.original, scenario) is None for scenario in self.given):
+                    raise
+                return self._unchanged(f"a copy fails where the model itself runs: {error}")
+            if not self.config.inplace and self._runs_elsewhere(target, captured):
+                return self._unchanged("a copy runs the modules of the original: a forward is bound to them")
         with self._timed("plan"):
             plan = self._fit(make_plan(target, captured, self.config, notes))
             plan, self.benefit = weigh(plan, target, captured, self.gpu, self.config)
@@ -176,9 +193,18 @@ class Conversion:
         if self.config.inplace:
             return self.original, ""
         try:
-            return copy.deepcopy(self.original), ""
+            copied: nn.Module = copy.deepcopy(self.original)
         except Exception as error:
             return None, describe_error(error)
+        shared = find_shared(self.original, copied)
+        return (copied, "") if shared is None else (None, f"its copy is not one of its own: it shares {shared}")
+
+    def _runs_elsewhere(self, copied: nn.Module, captured: Capture) -> bool:
+        """Whether no module inside the copy is ever called, while the original's are."""
+        if not captured.has_graph or any(captured.call_counts()) or not any(True for _ in copied.children()):
+            return False
+        _, own, _ = observe(self.original, self.given, self.config)
+        return any(own.call_counts())
 
     def _unchanged(self, problem: str) -> Converted:
         """The model could not be copied: say what would have been converted, and why it was not."""
@@ -265,14 +291,13 @@ def observe(
     return scenarios, captured, tuple(notes)
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, function: str = "convert") -> None:
     """Only plain modules are converted.
 
     Raises:
         InputError: not a module, wrapped for training or by torch.compile, or sharded.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"convert takes an nn.Module, got {type(model).__name__}", "pass the model itself")
+    require_module(model, function)
     wrapped = find_wrapper(model)
     if wrapped is not None:
         raise InputError(*wrapped)

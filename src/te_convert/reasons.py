@@ -145,7 +145,7 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ),
     ReasonCode.MODULE_ALREADY_TE: ReasonInfo(_R, "The module is already a Transformer Engine module.", "nothing to do"),
     ReasonCode.MODEL_NOT_COPYABLE: ReasonInfo(
-        _R, "copy.deepcopy of the model failed, so it was left unchanged.", "pass inplace=True"
+        _R, "copy.deepcopy of the model fails, or does not give a model of its own, so it was left unchanged.", "pass inplace=True"
     ),
     ReasonCode.PARAMETER_UNINITIALIZED: ReasonInfo(
         _R, "A lazy parameter has no shape yet.", "run the model once before converting it"

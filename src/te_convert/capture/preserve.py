@@ -140,19 +140,17 @@ def _without_fast_path() -> Iterator[None]:
 
 
 @contextmanager
-def preserve_model(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Restore every module's attributes, plain containers, buffers, hooks, train flags and gradients, and all random states.
 
     Gradients are set aside meanwhile, so that a model that calls ``backward`` itself cannot add to them.  Values of Parameters
     are not copied (that would be a second model); a forward that changes its own weights in place, or an object of a class of
     its own, is outside what this protects.
-
-    torch's encoders run without their fast path meanwhile: it shows a recording nothing, and fills padded positions with zeros.
     """
     modules = list(model.modules())
     states = [_ModuleState(module) for module in modules]
     containers = _ContainerState(modules)
-    with preserve_rng(), _without_fast_path():
+    with preserve_rng():
         try:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -161,6 +159,16 @@ def preserve_model(model: nn.Module) -> Iterator[None]:
             for state in states:
                 state.restore()
             containers.restore()
+
+
+@contextmanager
+def preserve_model(model: nn.Module) -> Iterator[None]:
+    """:func:`untouched`, to run the model in.
+
+    torch's encoders run without their fast path meanwhile: it shows a recording nothing, and fills padded positions with zeros.
+    """
+    with untouched(model), _without_fast_path():
+        yield
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +32,23 @@ class Scenario:
     derived: str = ""
 
     def call(self, model: nn.Module) -> Any:
-        """Run the model on a fresh copy of the inputs (a model may write into them)."""
+        """Run the model on a fresh copy of the inputs (a model may write into them); see also :func:`exits_are_errors`."""
         args, kwargs = copy_inputs((self.args, self.kwargs))
-        return model(*args, **kwargs)
+        with exits_are_errors():
+            return model(*args, **kwargs)
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """A forward that calls ``sys.exit`` has failed; it must not end the program that converts it.
+
+    Raises:
+        RuntimeError: in the place of SystemExit.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the model's own code called sys.exit({error.code!r})") from error
 
 
 def normalize_inputs(example_inputs: Any) -> tuple[Scenario, ...]:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from te_convert.capture.attention import watched_attention
 from te_convert.capture.graph import Recording
 from te_convert.capture.recorder import Recorder
-from te_convert.capture.scenario import Scenario
+from te_convert.capture.scenario import Scenario, exits_are_errors
 
 LeafPolicy = Callable[[nn.Module], bool]
 
@@ -115,6 +115,6 @@ class ConcreteTracer(fx.Tracer):
         """
         recorder = Recorder(model, self._leaf, fake)
         args, kwargs = recorder.begin(scenario)
-        with torch.no_grad(), _patched(recorder), watched_attention(_current), _RecordMode(recorder):
+        with torch.no_grad(), _patched(recorder), watched_attention(_current), _RecordMode(recorder), exits_are_errors():
             output = model(*args, **kwargs) if fake is None else torch.func.functional_call(model, fake, args, kwargs)
         return recorder.finish(scenario, output)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -62,7 +63,10 @@ def parse_inputs(texts: Sequence[str], *, seed: int = 0) -> tuple[tuple[torch.Te
     Raises:
         InputError: a malformed text (the message names the wrong part), a name given twice, or too large a tensor.
     """
-    pieces = [piece.strip() for text in texts for piece in text.split(";")]
+    given: Any = [texts] if isinstance(texts, str) else texts
+    if not isinstance(given, (list, tuple)) or not all(isinstance(text, str) for text in given):
+        raise InputError("inputs are described by strings", FORM)
+    pieces = [piece.strip() for text in given for piece in text.split(";")]
     specs = [parse_input(piece) for piece in pieces if piece]
     if not specs:
         raise InputError("no input is described", FORM)

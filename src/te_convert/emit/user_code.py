@@ -125,7 +125,7 @@ def describe_failure(error: BaseException, where: str, directory: Path | None) -
     if isinstance(error, SyntaxError):
         file = Path(error.filename).name if error.filename else where
         return (
-            f"{file}:{error.lineno}: syntax error: {one_line(error.msg)}",
+            f"{file}{'' if error.lineno is None else f':{error.lineno}'}: syntax error: {one_line(error.msg)}",
             "correct the line, or use the Python that the file is for",
         )
     place = _deepest_frame(error, directory)

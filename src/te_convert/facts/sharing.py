@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from te_convert.facts.stand_in import has_no_shape
 
 
 def module_names(model: nn.Module) -> dict[int, list[str]]:
@@ -23,6 +27,27 @@ def parameter_names(model: nn.Module) -> dict[int, list[str]]:
             if parameter is not None:
                 names[id(parameter)].append(f"{prefix}.{name}" if prefix else name)
     return names
+
+
+def find_shared(model: nn.Module, copied: nn.Module) -> str | None:
+    """Name of a module, or of a parameter or its memory, that a copy has in common with its model; None when it is a true copy."""
+    modules = {id(module) for module in model.modules()}
+    for name, module in copied.named_modules():
+        if id(module) in modules:
+            return name or "the model itself"
+    places = {place for parameter in model.parameters() for place in _places(parameter)}
+    return next((name for name, parameter in copied.named_parameters() if places & set(_places(parameter))), None)
+
+
+def _places(parameter: nn.Parameter) -> list[tuple[str, int]]:
+    """The object, and the address of its memory where it is a plain tensor that has some."""
+    found = [("object", id(parameter))]
+    kind: Any = type(parameter.data)
+    if has_no_shape(parameter) or kind is not Tensor or parameter.is_meta or parameter.layout is not torch.strided:
+        return found
+    if parameter.numel():
+        found.append(("memory", parameter.untyped_storage().data_ptr()))
+    return found
 
 
 def find_parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -52,7 +52,7 @@ def reject_unusual_state(module: nn.Module) -> None:
     """Check that a module holds nothing but floating-point parameters with elements.
 
     Raises:
-        ProbeError: TorchScript, children, buffers, lazy, empty or integer parameters.
+        ProbeError: TorchScript, children, buffers, a parameter under two names, lazy, empty or integer parameters.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise ProbeError("it is TorchScript")
@@ -64,6 +64,7 @@ def reject_unusual_state(module: nn.Module) -> None:
     buffers = [name for name, _ in module.named_buffers(recurse=False)]
     if buffers:
         raise ProbeError(f"it has buffers: {', '.join(buffers)}")
+    _reject_second_names(module)
     for name, parameter in module.named_parameters(recurse=False):
         if has_no_shape(parameter):
             raise ProbeError(f"its parameter {name} is lazy and has no shape yet")
@@ -71,6 +72,13 @@ def reject_unusual_state(module: nn.Module) -> None:
             raise ProbeError(f"its parameter {name} has no elements")
         if not parameter.is_floating_point():
             raise ProbeError(f"its parameter {name} is {describe(parameter)}, not floating point")
+
+
+def _reject_second_names(module: nn.Module) -> None:
+    names: dict[int, str] = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None and names.setdefault(id(parameter), name) != name:
+            raise ProbeError(f"it has one parameter under two names: {names[id(parameter)]} and {name}")
 
 
 def stand_in(module: nn.Module) -> nn.Module:

@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.capture.arguments import require_module
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
-from te_convert.errors import EnvironmentLacksError, InputError
+from te_convert.errors import EnvironmentLacksError
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.rewrite.carry_over import carry_attributes
 from te_convert.rewrite.fallback import unwatch, watch
@@ -45,8 +46,7 @@ def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
         InputError: not a module, or an unknown backend.
         EnvironmentLacksError: ``backend="te"`` where TE cannot run, or is too old; the model is as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"materialize takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    require_module(model, "materialize", "pass the converted model")
     config = ConvertConfig(backend=backend)
     chosen = choose_backend(config.backend, model_device(model).type)
     unwatch(model)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_convert.capture.arguments import require_module
 from te_convert.errors import InputError
 from te_convert.facts.sharing import module_names
 from te_convert.rewrite.apply import restore_site
@@ -19,6 +20,8 @@ from te_convert.rewrite.optimizer import move_optimizer, plan_back
 from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
 from te_convert.rewrite.state_keys import EXTRA_STATE
 from te_convert.weights.ops import Fill, Transpose, WeightMap
+
+_CONVERTED = "pass the converted model"
 
 
 def converted_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -50,7 +53,11 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Unlike ``model.state_dict()`` it includes the constants that TE needs and the original lacks (a norm's zero bias) and the empty
     ``_extra_state`` entries, so it loads strictly into plain TE modules of the same names.
+
+    Raises:
+        InputError: not a module.
     """
+    require_module(model, "te_state_dict", _CONVERTED)
     state: dict[str, Any] = dict(model.state_dict())
     names = module_names(model)
     for _, module in converted_modules(model):
@@ -69,7 +76,11 @@ def original_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state in the original model's layout: its keys, in its order, with its shapes.
 
     Tensors share memory with the model where the layout is the same; transposed ones are copies.
+
+    Raises:
+        InputError: not a module.
     """
+    require_module(model, "original_state_dict", _CONVERTED)
     sites = _sites_by_prefix(model)
     result: dict[str, Any] = OrderedDict()
     with original_layout():
@@ -93,8 +104,14 @@ def load_original_state_dict(model: nn.Module, state_dict: Mapping[str, Any], st
         What ``nn.Module.load_state_dict`` returns (missing and unexpected keys, in TE's names).
 
     Raises:
+        InputError: not a module, or no mapping of names to tensors.
         RuntimeError: as ``nn.Module.load_state_dict`` does when keys or shapes do not fit.
     """
+    require_module(model, "load_original_state_dict", _CONVERTED)
+    given: Any = state_dict
+    if not isinstance(given, Mapping):
+        hint = "load the file first, for instance with safetensors.torch.load_file"
+        raise InputError(f"load_original_state_dict takes a state dict, got {type(given).__name__}", hint)
     sites = _sites_by_prefix(model)
     translated: OrderedDict[str, Any] = OrderedDict()
     for key, tensor in state_dict.items():
@@ -120,8 +137,7 @@ def revert(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     Raises:
         InputError: not a module; or, with the model put back already, the optimizer's state cannot be moved.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"revert takes an nn.Module, got {type(model).__name__}", "pass the converted model")
+    require_module(model, "revert", _CONVERTED)
     links = None if optimizer is None else plan_back(model)
     for _, module in converted_modules(model):
         model = restore_site(model, module)

@@ -59,6 +59,7 @@ class LinearRule(Rule[LinearFacts]):
 
 
 def _near_miss(site: Candidate, facts: NotALinear) -> NearMiss:
-    children = [name for name, _ in site.module.named_children()]
-    code = ReasonCode.MODULE_EXTRA_STATE if children else ReasonCode.MODULE_SUBCLASS
+    module = site.module
+    more = bool(module._modules) or bool(module._buffers) or len(module._parameters) > len(set(module.parameters(recurse=False)))
+    code = ReasonCode.MODULE_EXTRA_STATE if more else ReasonCode.MODULE_SUBCLASS
     return NearMiss("Linear", (reason(code, f"{type(site.module).__name__}: {facts.detail}"),))

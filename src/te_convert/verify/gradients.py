@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from te_convert.capture.preserve import copy_inputs
-from te_convert.capture.scenario import Scenario
+from te_convert.capture.scenario import Scenario, exits_are_errors
 from te_convert.capture.tensors import iter_tensors
 from te_convert.verify.compare import MISMATCH, Outputs
 from te_convert.verify.model import Figures
@@ -55,6 +55,7 @@ def gradient_outputs(model: nn.Module, scenario: Scenario, setting: Setting, ext
                 stack.callback(handle.remove)
         ready = stack.enter_context(prepared(model, scenario, setting))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(exits_are_errors())
         seeded_loss(model(*args, **kwargs), padding_mask(model, ready) if setting.hide_padding else None).backward()
     for path, tensor in inputs:
         if tensor.grad is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,16 +52,35 @@ class OriginalParameters:
 
 
 def original_parameters(model: nn.Module) -> Iterator[OriginalParameters]:
-    """Every distinct parameter with its names in the original model; constants that the conversion filled in are left out."""
+    """Every distinct parameter with its names in the original model; constants that the conversion filled in are left out.
+
+    A tied parameter has the name that comes first in the original, though fused modules stand last among their neighbours.
+    """
     seen: set[int] = set()
+    distinct: dict[int, OriginalParameters] = {}
+    places = {name: place for place, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    inner = {id(part) for module in model.modules() if is_converted(module) for part in module.modules() if part is not module}
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):  # its parameters live behind another interface, and it is never converted
             continue
         found = _of_converted(prefix, module, seen) if is_converted(module) else _of_plain(prefix, module)
         for parameters in found:
-            if id(parameters.parameter) not in seen:
-                seen.add(id(parameters.parameter))
-                yield parameters
+            key = id(parameters.parameter)
+            if key in seen:
+                continue
+            # A part of a TE module has a name there that the original does not know.
+            known = key in distinct and (id(module) in inner or _place(parameters, places) >= _place(distinct[key], places))
+            if not known:
+                distinct[key] = parameters
+    yield from distinct.values()
+
+
+def _place(parameters: OriginalParameters, places: Mapping[str, int]) -> int:
+    """Where the first holder stands in the model's order of modules; what is inside a TE module stands where that one does."""
+    holder = parameters.names[0].rpartition(".")[0]
+    while holder not in places:
+        holder = holder.rpartition(".")[0]
+    return places[holder]
 
 
 def own_parameters(applied: Applied, fqns: Iterable[str]) -> list[OriginalParameters]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from te_convert.capture.preserve import copy_inputs, mode, preserve_rng, seed_all
 from te_convert.capture.run import SEED
-from te_convert.capture.scenario import Scenario
+from te_convert.capture.scenario import Scenario, exits_are_errors
 from te_convert.verify.compare import compare
 from te_convert.verify.gradients import seeded_loss
 from te_convert.verify.model import ScenarioParity
@@ -36,7 +36,7 @@ def losses(model: nn.Module, scenario: Scenario, steps: int) -> list[float]:
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
     found = []
-    with preserve_rng(), mode(model, training=False), torch.enable_grad():
+    with preserve_rng(), mode(model, training=False), torch.enable_grad(), exits_are_errors():
         seed_all(SEED)
         for _ in range(steps):
             args, kwargs = copy_inputs((scenario.args, scenario.kwargs))

@@ -82,8 +82,9 @@ golden: setup ## rewrite the snapshots and golden figures; read the diff before 
 	$(PYTEST) -p no:randomly --snapshot-update
 	@$(TEST_ENV) $(BIN)/te-convert check examples/ci/model.py -q --golden examples/ci/golden.json --update-golden
 
-docs: setup ## rewrite the generated pages (docs/reasons.md)
+docs: setup ## rewrite the generated pages (docs/reasons.md, docs/regressions.md)
 	$(BIN)/python scripts/gen_docs.py
+	$(BIN)/python scripts/gen_regressions.py
 
 bench: setup ## time a conversion, stage by stage
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/convert.py

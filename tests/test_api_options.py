@@ -114,6 +114,7 @@ def test_where_none_can_be_derived_each_site_is_compared_alone() -> None:
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
+@pytest.mark.report("peer:default-filter")
 def test_include_and_exclude_are_globs() -> None:
     def chosen(**options: Any) -> list[str]:
         result = te_convert.convert(net(), (X,), **options)

@@ -14,6 +14,7 @@ FAKE = (
 )
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine#1287")
 def test_importing_the_package_imports_nothing_heavy() -> None:
     done = python("import sys, te_convert\ndir(te_convert)\nassert 'torch' not in sys.modules")
     assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from tests.distributed.ranks import CASES, work
 TRAINED = ("llama-ddp", "llama-layers", "llama-whole", "mixtral-layers")
 
 
+@pytest.mark.report("huggingface/accelerate#3870", "huggingface/accelerate#3154")
 def test_all_cases_on_two_ranks(tmp_path: Path) -> None:
     """One test, so that a parallel run starts the two processes once."""
     spawn(work, (tmp_path,), nprocs=2)

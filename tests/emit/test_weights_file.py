@@ -76,6 +76,7 @@ def test_sharded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrap", ["state_dict", "model", "model_state_dict"])
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "_orig_mod.module."])
+@pytest.mark.report("huggingface/accelerate#3554")
 def test_wrappers_and_prefixes(tmp_path: Path, wrap: str, prefix: str) -> None:
     path = tmp_path / "w.pt"
     torch.save({wrap: {prefix + key: value for key, value in state().items()}, "epoch": 3}, path)
@@ -89,6 +90,7 @@ def test_a_prefix_that_the_model_has_too_is_kept(tmp_path: Path) -> None:
     load_weights(model, tmp_path / "w.safetensors")
 
 
+@pytest.mark.report("THUDM/slime#345", "NVIDIA/TensorRT-LLM#1733")
 def test_a_tie_partner_may_be_missing(tmp_path: Path) -> None:
     for missing in ("head.weight", "embed.weight"):
         tensors = state()

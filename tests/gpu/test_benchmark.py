@@ -36,6 +36,16 @@ def few(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return gpu
 
 
+@pytest.mark.report(
+    "huggingface/accelerate#1647",
+    "huggingface/accelerate#2597",
+    "NVIDIA/TransformerEngine#445",
+    "NVIDIA/TransformerEngine#1119",
+    "NVIDIA/TransformerEngine#972",
+    "pytorch/ao#2262",
+    "pytorch/ao#1297",
+    "NVIDIA/TransformerEngine#1429",
+)
 def test_every_row_is_measured(few: Any, tmp_path: Path) -> None:
     out = tmp_path / "new" / "gpu.json"
     assert few.main(["--dry", "--out", str(out)]) == 0

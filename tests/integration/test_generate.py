@@ -35,6 +35,7 @@ def test_tokens_are_the_originals(name: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.report("NVIDIA/bionemo-framework:bionemo-recipes/models/llama3/modeling_llama_te.py")
 def test_left_padded_batches(name: str) -> None:
     model = build(name)
     twin = converted(model)
@@ -44,6 +45,7 @@ def test_left_padded_batches(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.report("Lightning-AI/lit-llama#249")
 def test_cached_decode_gives_the_logits_of_the_whole_sequence() -> None:
     model = build("llama")
     twin = converted(model)

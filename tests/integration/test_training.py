@@ -34,6 +34,7 @@ def test_gradients_are_the_originals(name: str) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.report("NVIDIA/TransformerEngine#415", "NVIDIA/TransformerEngine#776")
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model = build(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
     twin = converted(model)
@@ -46,6 +47,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     assert_same_gradients(gradients(model), gradients(twin))
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine#764")
 def test_a_few_optimizer_steps_give_the_same_losses() -> None:
     model = build("llama")
     twin = converted(model)
@@ -64,6 +66,7 @@ def test_a_few_optimizer_steps_give_the_same_losses() -> None:
 
 
 @PEFT_CALLS_OLD_NAMES
+@pytest.mark.report("NVIDIA-NeMo/Automodel#1011", "huggingface/peft#3048", "pytorch/torchtune#2833")
 def test_lora_before_conversion() -> None:
     import peft
 
@@ -79,6 +82,7 @@ def test_lora_before_conversion() -> None:
 
 
 @PEFT_CALLS_OLD_NAMES
+@pytest.mark.report("NVIDIA-NeMo/Automodel#1011", "huggingface/peft#3048", "pytorch/torchtune#2833")
 def test_lora_after_conversion() -> None:
     import peft
 

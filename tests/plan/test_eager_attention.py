@@ -96,6 +96,9 @@ NEAR_MISSES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] 
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
+@pytest.mark.report(
+    "microsoft/onnxruntime#10359", "microsoft/onnxruntime#21208", "microsoft/onnxruntime#15225", "pytorch/pytorch#100452"
+)
 def test_near_misses_are_refused_with_what_is_in_the_way(name: str) -> None:
     between, detail = NEAR_MISSES[name]
     model = Variant(between)

@@ -186,6 +186,7 @@ def test_an_optimizer_made_before_trains_the_converted_model(fuse: bool) -> None
     assert not torch.equal(root.up.weight, start)
 
 
+@pytest.mark.report("pytorch/ao#2241", "peer:root-linear")
 def test_a_root_linear_gives_a_new_root_and_revert_the_old_one() -> None:
     linear = nn.Linear(WIDTH, 4)
     root = converted(linear, (floats(2, WIDTH),))

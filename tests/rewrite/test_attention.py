@@ -89,6 +89,7 @@ def test_chunked_prefill_is_aligned_at_the_bottom_right() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gemma2", "gpt2"])
+@pytest.mark.report("NVIDIA/bionemo-framework:bionemo-recipes/models/llama3/modeling_llama_te.py")
 def test_generate_on_a_left_padded_batch(name: str) -> None:
     model = zoo.CONVERTED[name]()
     converted, _ = convert(model, zoo.inputs_of(name))
@@ -157,6 +158,7 @@ def test_bfloat16_and_autocast() -> None:
     assert all(record.executed == 1 for record in records(converted))
 
 
+@pytest.mark.report("peer:attention-dropout")
 def test_dropout_runs_on_te_in_training_when_it_is_the_same() -> None:
     model = zoo.llama(attention_dropout=0.5)
     converted, report = convert(model, zoo.inputs_of("llama"))

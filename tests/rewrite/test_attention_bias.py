@@ -170,6 +170,7 @@ def test_a_bias_of_each_sample() -> None:
     ],
     ids=["bool", "bool, nothing seen", "samples", "one head", "keys alone", "2-D", "-inf alone", "the least number alone"],
 )
+@pytest.mark.report("NVIDIA/TransformerEngine#614")
 def test_another_mask_runs_on_te(mask: Tensor) -> None:
     original = Attention().eval()
     converted, _ = convert(original, x())

@@ -38,6 +38,7 @@ def train_once(model: nn.Module) -> None:
 @FUSE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["norm", "proj"])
+@pytest.mark.report("peer:hooks")
 def test_a_hook_fires_after_conversion_and_its_old_handle_removes_it(kind: str, name: str, fuse: bool) -> None:
     model, seen = Net(), list[str]()
     handle = register(model.get_submodule(name), kind, seen)

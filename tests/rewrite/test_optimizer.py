@@ -67,6 +67,7 @@ def tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 @OPTIMIZERS
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gpt_neox"])
+@pytest.mark.report("peer:optimizer")
 def test_the_next_steps_are_the_originals(name: str, make: Make) -> None:
     model = build(name)
     optimizer = make(model.parameters())
@@ -192,6 +193,7 @@ def test_members_of_which_only_some_were_stepped() -> None:
         te_convert.remap_optimizer(optimizer, convert(model))
 
 
+@pytest.mark.report("huggingface/accelerate#3554", "huggingface/accelerate#3870", "huggingface/accelerate#3154", "peer:optimizer")
 def test_tied_and_frozen_parameters() -> None:
     model = build("llama", tie_word_embeddings=True)
     model.model.layers[1].mlp.requires_grad_(False)

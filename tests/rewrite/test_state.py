@@ -153,6 +153,7 @@ def test_a_missing_original_key_of_a_fusion_stays_fatal(drop: str, attends: tupl
         model.load_state_dict(state)
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine#199")
 def test_both_layouts_load_strictly_by_themselves(pair: tuple[nn.Module, nn.Module]) -> None:
     original, model = pair
     states = [original.state_dict(), model.state_dict(), te_convert.te_state_dict(model), dict(original.state_dict())]
@@ -243,6 +244,7 @@ def test_what_one_load_saw_does_not_decide_a_later_one(pair: tuple[nn.Module, nn
         *((name, True) for name in ("layernorm_up.weight", "layernorm_head.layer_norm_weight", "embed.weight", "down.weight")),
     ],
 )
+@pytest.mark.report("NVIDIA-NeMo/Automodel#2247", "NVIDIA-NeMo/Megatron-Bridge#6032")
 def test_any_other_missing_key_stays_fatal(drop: str, fuse: bool) -> None:
     model = converted(TiedLM(), (ids(),), fuse=fuse)
     state = model.state_dict()
@@ -262,6 +264,7 @@ def test_an_unexpected_key_and_a_wrong_shape_stay_fatal(pair: tuple[nn.Module, n
 
 @FUSE
 @pytest.mark.parametrize("extra", [None, torch.empty(0, dtype=torch.uint8)])
+@pytest.mark.report("NVIDIA/TransformerEngine#199")
 def test_strict_loading_with_and_without_extra_state(extra: torch.Tensor | None, fuse: bool) -> None:
     model = converted(TiedLM(), (ids(),), fuse=fuse)
     state = model.state_dict()
@@ -272,6 +275,7 @@ def test_strict_loading_with_and_without_extra_state(extra: torch.Tensor | None,
 
 
 @pytest.mark.parametrize(("fuse", "site"), [(False, "up"), (True, "layernorm_up")], ids=["leaf", "fused"])
+@pytest.mark.report("NVIDIA/TransformerEngine:transformer_engine/pytorch/_extra_state.py")
 def test_a_pickled_history_is_refused_not_dropped(fuse: bool, site: str) -> None:
     model = converted(TiedLM(), (ids(),), fuse=fuse)
     state = {**model.state_dict(), f"{site}._extra_state": torch.zeros(40, dtype=torch.uint8)}
@@ -337,6 +341,7 @@ def test_safetensors_stores_a_fused_model_and_its_original_layout(attends: tuple
 
 @FUSE
 @pytest.mark.parametrize("name", ["BertModel", "LlamaForCausalLM", "GPT2LMHeadModel"])
+@pytest.mark.report("huggingface/transformers#38154", "huggingface/transformers#38155")
 def test_save_pretrained_writes_what_from_pretrained_reads(name: str, fuse: bool, tmp_path: Path) -> None:
     import transformers
 
@@ -371,6 +376,7 @@ def test_a_copy_saves_its_own_weights(fuse: bool, tmp_path: Path) -> None:
 
 @FUSE
 @pytest.mark.parametrize("make", [make_gpt2, TiedLM, Attends], ids=["gpt2", "tied", "attends"])
+@pytest.mark.report("peer:way-back")
 def test_revert_is_exact_and_leaves_nothing_behind(make: Any, fuse: bool) -> None:
     original = make()
     state = copy.deepcopy(original.state_dict())

@@ -197,6 +197,7 @@ def test_probe_accepts_softmax_attention() -> None:
 
 
 @pytest.mark.parametrize("function", [scale_ignored, mask_ignored, groups_interleaved, with_a_sink, heads_first, raises])
+@pytest.mark.report("microsoft/onnxruntime#10359", "pytorch/pytorch#100452")
 def test_probe_rejects_everything_else(function: Any) -> None:
     with pytest.raises(ProbeError):
         probe_attention(function, nn.Module(), FACTS, "eager", {})

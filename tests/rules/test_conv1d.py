@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ class Transposed(nn.Module):
         return x @ self.kernel
 
 
+@pytest.mark.report("huggingface/transformers#311", "huggingface/transformers#24504", "AutoGPTQ/AutoGPTQ#139")
 def test_converted() -> None:
     decision = decide(conv1d(), x_like())
     assert (decision.outcome, decision.rule, decision.kind) == (Outcome.CONVERTED, "conv1d", "Conv1D")

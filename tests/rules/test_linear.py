@@ -144,6 +144,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("case", sorted(REFUSED))
+@pytest.mark.report("peer:subclass-with-its-own-forward")
 def test_near_misses(case: str) -> None:
     make, inputs, expected = REFUSED[case]
     decision = decide(make(), inputs)
@@ -191,6 +192,7 @@ def test_weight_also_read_elsewhere_is_an_advice() -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.report("pytorch/pytorch#58969", "peer:attention-out-proj")
 def test_out_proj_of_multihead_attention(recorded: bool) -> None:
     attention = nn.MultiheadAttention(8, 2)
     x = torch.randn(3, 1, 8)

@@ -21,6 +21,15 @@ from tests.runtime.shadow import ROWS, Shadow
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.report(
+    "NVIDIA/TransformerEngine#1684",
+    "NVIDIA/TransformerEngine#906",
+    "NVIDIA/TransformerEngine#756",
+    "NVIDIA/TransformerEngine#1853",
+    "NVIDIA/TransformerEngine#1541",
+    "NVIDIA/TransformerEngine#1284",
+    "huggingface/accelerate#1475",
+)
 def test_every_broken_installation_has_its_code(row: str, tmp_path: Path) -> None:
     made, code = ROWS[row]
     found = made.probe(tmp_path)

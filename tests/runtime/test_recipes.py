@@ -31,6 +31,7 @@ def test_each_recipe_has_conditions() -> None:
 
 
 @every_gpu
+@pytest.mark.report("NVIDIA/TransformerEngine#1159", "huggingface/accelerate#1348", "NVIDIA/TransformerEngine#2304")
 def test_what_each_generation_has(capability: tuple[int, int]) -> None:
     assert {name for name in CONDITIONS if not why_unavailable(name, capability, CUDA)} == HAS[capability]
     for name in CONDITIONS.keys() - HAS[capability]:
@@ -71,6 +72,7 @@ def test_nothing_is_said_without_a_gpu_or_in_high_precision(monkeypatch: pytest.
     assert "8.9" in why_not_here("fp8")
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine#1159")
 def test_the_report_warns_of_a_recipe_that_this_gpu_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = torch.nn.Linear(32, 32), torch.randn(32, 32)
     for capability, count in (((8, 0), 1), ((8, 9), 0)):

@@ -86,6 +86,7 @@ def batch() -> tuple[Tensor]:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("how", ["name", "attribute"])
+@pytest.mark.report("NVIDIA/TransformerEngine#1190", "NVIDIA/Megatron-LM#7538")
 def test_gradients_are_those_without_checkpoints(how: str, reentrant: bool) -> None:
     plain, checked = (stack(kind, reentrant) for kind in (None, how))
     expected = gradients(plain, batch(), te_convert.autocast(plain))
@@ -95,6 +96,7 @@ def test_gradients_are_those_without_checkpoints(how: str, reentrant: bool) -> N
         assert torch.equal(actual[name], value), name
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine#1190", "NVIDIA/Megatron-LM#7538")
 def test_torchs_own_checkpoint_would_fail_or_lie(te: Any) -> None:
     """So the test above can fail: TE's autocast alone does not route."""
     plain = stack(None, True)

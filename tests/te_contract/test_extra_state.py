@@ -32,6 +32,7 @@ def pickled() -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
+@pytest.mark.report("NVIDIA/TransformerEngine:transformer_engine/pytorch/_extra_state.py")
 def test_a_pickled_history_is_refused_by_te_and_by_the_twins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", raising=False)
     case = CASES["blocks"]
@@ -56,6 +57,7 @@ def test_state_dicts_of_other_layouts_leave_a_history_out(monkeypatch: pytest.Mo
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.report("NVIDIA-NeMo/Automodel#2247")
 def test_a_strict_load_misses_nothing_but_that_key() -> None:
     model = te_convert.convert(CASES["blocks"].model(), CASES["blocks"].inputs, backend="te").model
     state = dict(model.state_dict())

@@ -79,6 +79,7 @@ def run(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("shape", [(1, 1, WIDTH), (1, 7, WIDTH), (3, 5, WIDTH), (2, 16, WIDTH)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.report("NVIDIA/TransformerEngine#1422", "NVIDIA/TransformerEngine#1571", "NVIDIA/TransformerEngine#232")
 def test_any_number_of_tokens(name: str, shape: tuple[int, ...], te: Any) -> None:
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(2))
     on_te, on_twins, plainly = (converted(name, backend) for backend in ("te", "reference", "reference"))
@@ -104,6 +105,7 @@ def test_te_alone_raises(te: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.report("Lightning-AI/lit-llama#249")
 def test_decoding_with_a_cache_under_a_recipe(name: str, te: Any) -> None:
     """One token at a time; the dimensions that do not align stay in high precision, on TE and on twins."""
     case = CASES[name]

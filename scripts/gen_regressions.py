@@ -34,7 +34,8 @@ DEFECTS_HEAD = """\
 ## What other converters do
 
 As of snapshots of August 2026. ᴿ: seen by running that tool's own conversion code on a CPU, with a stand-in for Transformer
-Engine. ᶜ: read in its code. An empty cell was not looked at.
+Engine. ᶜ: read in its code. An empty cell was not looked at. The column of accelerate is run by the tests in
+`tests/regressions/test_accelerate.py`, on the version in `constraints.txt`; its cells about optimizers and filters are not.
 """
 
 

@@ -62,7 +62,7 @@ DEFECTS: tuple[Defect, ...] = (
         _three("replaced, output changes", torchao="replaced ᶜ"),
     ),
     Defect("peer:weight-norm", "a parametrized weight", "left alone: `module.parametrized`", _three("parametrization dropped")),
-    Defect("peer:root-linear", "the model is one nn.Linear", "a new root is returned", _three("untouched", torchao="untouched ᶜ")),
+    Defect("peer:root-linear", "the model is one nn.Linear", "a new root is returned", _three("untouched")),
     Defect("peer:norm-without-affine", "LayerNorm(elementwise_affine=False)", "left alone: `norm.no-affine`", _three("raises")),
     Defect("peer:norm-over-two-dimensions", "LayerNorm((4, 16))", "left alone: `norm.multi-dim`", _three("wrong shape")),
     Defect(

@@ -43,6 +43,8 @@ def _owner_obstacles(group: Group, owner: Owner, parts: tuple[LinearSite, ...]) 
     others = [name for name, parameter in module.named_parameters() if id(parameter) not in own]
     if others:
         yield reason(ReasonCode.MLP_NO_OWNER, f"{owner.fqn} also holds {', '.join(others[:3])}")
+    if module._buffers:
+        yield reason(ReasonCode.MLP_NO_OWNER, f"{owner.fqn} has buffers of its own: {', '.join(module._buffers)}")
     outside = [part.fqn for part in parts if not part.fqn.startswith(f"{owner.fqn}.")]
     if outside:
         yield reason(ReasonCode.MLP_NO_OWNER, f"{', '.join(outside)} is not part of {owner.fqn}")

@@ -13,6 +13,7 @@ from torch import nn
 
 import te_convert
 from te_convert.capture.scenario import Scenario, normalize_inputs
+from te_convert.errors import InputError
 from te_convert.verify.compare import compare
 from te_convert.verify.perturb import original_parameters, perturbed
 from te_convert.verify.reference import record_reference
@@ -184,6 +185,56 @@ def test_an_output_that_ignores_its_input_is_noted() -> None:
 def test_an_output_without_a_finite_value_is_noted() -> None:
     parity = te_convert.convert(Odd(lambda m, y: y * float("nan")), (torch.randn(2, 8),)).report.parity
     assert any("no finite value" in note for note in parity.notes)
+    assert parity.status == "sites-only"
+
+
+NO_EVIDENCE = {"nan": torch.full((2, 8), float("nan")), "inf": torch.full((2, 8), float("inf")), "empty": torch.randn(0, 8)}
+
+
+@pytest.mark.parametrize("name", NO_EVIDENCE)
+@pytest.mark.parametrize("planted", [False, True])
+def test_inputs_without_a_finite_value_prove_nothing(name: str, planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN equals NaN whatever the weights are: the sites are compared on random input instead, and a mistake still shows."""
+    from te_convert import reference
+
+    forward = reference.Linear.forward
+    if planted:
+        monkeypatch.setattr(reference.Linear, "forward", lambda self, x: forward(self, x) * 2)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parity = te_convert.convert(model, (NO_EVIDENCE[name],), backend="reference").report.parity
+    assert parity.status == ("failed" if planted else "sites-only")
+    assert [site.fqn for site in parity.reverted] == (["0", "2"] if planted else [])
+    assert not parity.scenarios
+    with pytest.raises(InputError, match="no finite value"):
+        te_convert.verify(model, model, (NO_EVIDENCE[name],))
+
+
+def test_a_scenario_without_a_finite_value_does_not_count_for_another() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parity = te_convert.convert(model, [(NO_EVIDENCE["nan"],), (torch.randn(2, 8),)]).report.parity
+    assert parity.passed
+    assert {scenario.name.partition("[")[2][:1] for scenario in parity.scenarios} == {"1"}
+    assert any(scenario.name.endswith("[gradients]") for scenario in parity.scenarios)
+
+
+def test_a_site_that_saw_nothing_is_compared_on_random_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_convert import reference
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.full, self.empty = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.full(x) + self.empty(x[:0]).sum()
+            return y
+
+    parity = te_convert.convert(Skips(), (torch.randn(2, 8),)).report.parity
+    assert {site.fqn: site.random_input for site in parity.sites} == {"full": False, "empty": True}
+    forward = reference.Linear.forward
+    monkeypatch.setattr(reference.Linear, "forward", lambda self, x: forward(self, x) * (2 if self.out_features == 4 else 1))
+    parity = te_convert.convert(Skips(), (torch.randn(2, 8),), backend="reference").report.parity
+    assert [site.fqn for site in parity.reverted] == ["empty"]
 
 
 def test_an_original_that_raises_in_eval_is_compared_site_by_site() -> None:

@@ -98,6 +98,8 @@ def _isolate(state: State) -> None:
             state.sites[fqn] = recorder.verdict(fqn, site)
         elif takes_one_tensor(site):
             state.sites[fqn] = random_site_parity(fqn, site, state.applied.taken.get(fqn))
+        elif fqn in recorder.void:
+            state.notes.append(f"{fqn}: its outputs had no finite value, so it was not compared alone")
         else:
             state.notes.append(f"{fqn}: the TE module never ran and takes more than one tensor, so it was not compared alone")
 

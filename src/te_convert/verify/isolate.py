@@ -66,6 +66,7 @@ class SiteRecorder:
         figures: per site, the worst comparison so far in float32 (or in the run's own precision on TE).
         inexact: per site, the comparison in float64 that shows a difference which is not rounding.
         ratios: per site, the worst (error ratio, elements) in low precision.
+        void: per site, a comparison of outputs that have no finite value.
     """
 
     taken: Mapping[str, Own] = field(default_factory=dict)
@@ -75,6 +76,7 @@ class SiteRecorder:
     inexact: dict[str, Figures] = field(default_factory=dict)
     ratios: dict[str, tuple[float, int]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
+    void: dict[str, Figures] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     inside: bool = False
 
@@ -122,6 +124,10 @@ class SiteRecorder:
             self._keep(fqn, MISMATCH)
             return
         self.dtypes[fqn] = str(y.dtype).removeprefix("torch.")
+        if not own.is_nested and not bool(torch.isfinite(own).any()):  # nothing, or NaN everywhere: no evidence, unless they differ
+            keep = self._keep if compare(own, y) is MISMATCH else self.void.setdefault
+            keep(fqn, compare(own, y))
+            return
         if not low:
             self._keep(fqn, self._look_closer(fqn, site, (original, converted), (own, y)))
             return
@@ -173,7 +179,8 @@ class SiteRecorder:
 
     def verdict(self, fqn: str, site: nn.Module, random_input: bool = False) -> SiteParity:
         """The site's comparison with its verdict."""
-        figures, dtype = self.inexact.get(fqn, self.figures[fqn]), self.dtypes.get(fqn, "unknown")
+        figures = self.inexact.get(fqn) or self.figures.get(fqn) or self.void[fqn]
+        dtype = self.dtypes.get(fqn, "unknown")
         ratio = self.ratios.get(fqn)
         approximation = approximation_of(site)
         exact = judge_float64(figures) if fqn in self.inexact else judge_float32(figures)

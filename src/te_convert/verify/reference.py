@@ -82,25 +82,27 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
     Never raises for a scenario that does not run; the notes then say so.
     """
     reference = Reference(low=low_precision_dtype(model), hide_padding=hide_padding)
-    for index, scenario in enumerate(map(in_eval, scenarios)):
+    for scenario in map(in_eval, scenarios):
         start = time.perf_counter()
         plain = _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference)
         if plain is None:
             continue
+        if not _finite(plain.outputs):
+            reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
+            continue
+        first = not reference.runs
         reference.frugal = reference.frugal or time.perf_counter() - start > SLOW_S
         reference.runs.append(plain)
         if hide_padding and padding_mask(model, scenario) is not None:
             reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
-        if not _finite(plain.outputs):
-            reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
-        if index == 0:
+        if first:
             _check_original(model, plain, reference)
         _add(model, scenario, reference, plain=plain)
         if reference.frugal:
             continue
-        for variant in (*shape_variants(scenario), *(padded_variants(model, scenario) if index == 0 else ())):
+        for variant in (*shape_variants(scenario), *(padded_variants(model, scenario) if first else ())):
             _add(model, variant, reference)
-        if index == 0 and reference.reproducible:
+        if first and reference.reproducible:
             _add_train(model, other_mode(scenario, training=True), reference)
             _add_gradients(model, scenario, reference)
             _add_moved(model, scenario, reference)
@@ -175,7 +177,7 @@ def _add(model: nn.Module, scenario: Scenario, reference: Reference, plain: Expe
             if plain is not None
             else _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference, quiet=True)
         )
-    if found is not None:
+    if found is not None and _finite(found.outputs):
         reference.runs.append(found)
 
 
@@ -187,7 +189,12 @@ def _add_train(model: nn.Module, scenario: Scenario, reference: Reference) -> No
         if found is not None
         else None
     )
-    if found is not None and again is not None and compare_outputs(found.outputs, again.outputs)[1].bit_equal:
+    if (
+        found is not None
+        and again is not None
+        and compare_outputs(found.outputs, again.outputs)[1].bit_equal
+        and _finite(found.outputs)
+    ):
         reference.runs.append(found)
 
 
@@ -211,6 +218,7 @@ def _try(model: nn.Module, scenario: Scenario, setting: Setting, reference: Refe
 
 
 def _finite(outputs: Outputs) -> bool:
+    """Whether there is a number to compare: a result that is empty, or NaN everywhere, is that of many models."""
     return any(bool(torch.isfinite(t).any()) for _, t in outputs if t.is_floating_point()) or not any(
         t.is_floating_point() for _, t in outputs
     )

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from te_convert.benefit import estimate
 from te_convert.capture.ambient import plain_modes
-from te_convert.capture.arguments import as_path, require_module
-from te_convert.capture.fake import is_meta
+from te_convert.capture.arguments import as_path, check_pair, require, require_module, require_weights
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig, Progress, patterns
@@ -202,10 +201,7 @@ def convert(
         progress=progress,
     )
     check_model(model)
-    if is_meta(model):
-        raise InputError(
-            "the model's weights are on the meta device", "load the weights first, or use te_convert.analyze for a plan"
-        )
+    require_weights(model)
     origins = optimizers.record_origins(model)
     return Result(*Conversion(model, config, normalize_inputs(example_inputs)).run(), origins=origins)
 
@@ -310,11 +306,7 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
     Raises:
         InputError: not modules, no inputs, a number of steps that is none, or the original fails on the inputs.
     """
-    for model in (original, converted):
-        require_module(model, "verify", "pass the original and the converted model")
-    number: Any = steps
-    if not isinstance(number, int) or number < 0:
-        raise InputError(f"verify takes a number of steps, got {steps!r}", "pass for instance steps=4, or 0 for none")
+    check_pair(original, converted, steps)
     scenarios = normalize_inputs(inputs)
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
@@ -385,11 +377,7 @@ def save(result: Result, out: str | Path, *, source: ModelSource | None = None, 
     Raises:
         InputError: not a result, ``out`` exists or cannot be written, or the source is not known.
     """
-    given: Any = result
-    if not isinstance(given, Result):
-        raise InputError(
-            f"save takes the result of convert(), got {type(given).__name__}", "keep what convert() returns as a whole"
-        )
+    require(result, Result, "save takes the result of convert()", "keep what convert() returns as a whole")
     directory = as_path(out, "save")
     found = source or result.source or source_of(result.model)
     if found is None:

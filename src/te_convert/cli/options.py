@@ -123,7 +123,7 @@ def target_options(command: F) -> F:
 
 def measured_options(command: F) -> F:
     """Those of :func:`target_options`, with a repeatable ``--recipe``."""
-    for option in reversed((*_MODEL_OPTIONS[:-1], _MEASURED_RECIPES)):
+    for option in reversed((*_MODEL_OPTIONS, _MEASURED_RECIPES)):
         command = option(command)
     return click.argument("model", metavar="DIR|MODEL")(command)
 

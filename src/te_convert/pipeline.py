@@ -21,7 +21,7 @@ from te_convert.capture.scenario import Scenario
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
 from te_convert.errors import ConversionError, EnvironmentLacksError, InputError
-from te_convert.estimate.gate import benefit_gpu, weigh
+from te_convert.estimate.gate import Weighed, benefit_gpu, weigh
 from te_convert.facts.sharing import find_shared
 from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
@@ -70,7 +70,7 @@ class Conversion:
         self.backend: Backend = choose_backend(config.backend, model_device(model).type)
         self.timings: dict[str, float] = {}
         self.gpu = benefit_gpu(config)
-        self.benefit = ""
+        self.weighed: Weighed | None = None
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -104,7 +104,8 @@ class Conversion:
                 return self._unchanged("a copy runs the modules of the original: a forward is bound to them")
         with self._timed("plan"):
             plan = self._fit(make_plan(target, captured, self.config, notes))
-            plan, self.benefit = weigh(plan, target, captured, self.gpu, self.config)
+            self.weighed = weigh(plan, target, captured, self.gpu, self.config)
+            plan = self.weighed.plan
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
@@ -232,7 +233,10 @@ class Conversion:
 
     def _report(self, plan: Plan, parity: Parity, figures: RecipeFigures | None = None) -> Report:
         report = report_of(plan, parity, self.config, self.backend, self.timings, figures)
-        return replace(report, warnings=(*report.warnings, self.benefit)) if self.benefit and plan.converting else report
+        if self.weighed is None or not plan.converting:
+            return report
+        warnings = (*report.warnings, *filter(None, [self.weighed.warning]))
+        return replace(report, warnings=warnings, estimate=self.weighed.figures)
 
 
 def report_of(

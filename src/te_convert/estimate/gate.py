@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -33,8 +34,22 @@ def benefit_gpu(config: ConvertConfig) -> Gpu | None:
         return None
 
 
-def weigh(plan: Plan, model: nn.Module, captured: Capture, gpu: Gpu | None, config: ConvertConfig) -> tuple[Plan, str]:
-    """The plan after its benefit was estimated, and a line for the report when the recipe does not pay at all.
+@dataclass(frozen=True)
+class Weighed:
+    """A plan after its benefit was estimated.
+
+    Attributes:
+        warning: a line for the report when the recipe does not pay at all, or "".
+        figures: the estimate without its single sites, for the report; None when there is none.
+    """
+
+    plan: Plan
+    warning: str = ""
+    figures: dict[str, Any] | None = None
+
+
+def weigh(plan: Plan, model: nn.Module, captured: Capture, gpu: Gpu | None, config: ConvertConfig) -> Weighed:
+    """The plan after its benefit was estimated.
 
     Nothing changes without a GPU, a low-precision recipe, or a recording.
 
@@ -42,12 +57,17 @@ def weigh(plan: Plan, model: nn.Module, captured: Capture, gpu: Gpu | None, conf
         InputError: a number of tokens that is not positive.
     """
     if gpu is None or plan.recipe in (None, BF16) or not captured.has_graph or not plan.converting:
-        return plan, ""
+        return Weighed(plan)
     estimate = estimate_plan(plan, gpu, str(plan.recipe), "training", config.tokens, model, captured)
     line = not_worth_it(estimate)
     kept = apply_estimate(plan, estimate, config.policy == "benefit")
     note = f"benefit: predicted for training on {estimate.gpu} with {estimate.tokens} tokens; {estimate.verdict.text}"
-    return replace(kept, notes=(*kept.notes, note)), line
+    return Weighed(replace(kept, notes=(*kept.notes, note)), line, _figures(estimate))
+
+
+def _figures(estimate: Estimate) -> dict[str, Any]:
+    recipes = [{key: value for key, value in each.to_dict().items() if key != "sites"} for each in estimate.recipes]
+    return {**estimate.to_dict(), "recipes": recipes}
 
 
 def apply_estimate(plan: Plan, estimate: Estimate, keep: bool) -> Plan:

@@ -36,7 +36,7 @@ from te_convert.rewrite.materialize import switch_backend
 from te_convert.rewrite.precision import tell_precision
 from te_convert.rewrite.site import is_converted
 from te_convert.runtime.backend import Backend, choose_backend, multiplies_in_tf32
-from te_convert.runtime.doctor import brief
+from te_convert.runtime.doctor import brief, brief_checks
 from te_convert.runtime.probe import describe_environment
 from te_convert.runtime.recipes import why_not_here
 from te_convert.verify.gate import verify_applied
@@ -259,6 +259,7 @@ def report_of(
         backend_reason=backend.reason,
         scenarios=plan.scenarios,
         environment={**describe_environment(), "doctor": brief()},
+        doctor=brief_checks(),
         not_verified=_not_verified(plan, parity, config, figures),
         notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
         warnings=_warnings(plan, parity, figures),

@@ -112,6 +112,17 @@ def brief() -> dict[str, Any]:
     return {"te_would_run": False if code else None, "code": code}
 
 
+def brief_checks() -> tuple[dict[str, Any], ...]:
+    """:func:`brief` as a check for a report's page; nothing where it is not known whether TE runs."""
+    found = brief()
+    code, runs = str(found["code"]), found["te_would_run"]
+    if runs is None and not code:
+        return ()
+    meaning = BY_CODE[code].meaning if code else "imports, and a kernel ran"
+    consequence, fix = ("", "") if runs else (_ON_TWINS, "te-convert doctor")
+    return (Check("Transformer Engine", runs, meaning, consequence, fix, code).to_dict(),)
+
+
 def _guarded(name: str, look: Callable[[], Check], needed: bool = False) -> Check:
     try:
         return look()

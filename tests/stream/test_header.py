@@ -62,7 +62,9 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
         (json.dumps({"a": entry(-4, 0)}).encode(), b"", None, "sizes that are no counts"),
         (json.dumps({"a": entry(0, 4, [True])}).encode(), b"x" * 4, None, "sizes that are no counts"),
         (json.dumps({"a": entry(0, 4, [2**40, 2**40])}).encode(), b"x" * 4, None, "a should have"),
-        (json.dumps({"a": entry(0, 4, dtype="F7")}).encode(), b"x" * 4, None, "entry for a is damaged"),
+        (json.dumps({"a": entry(0, 4, dtype="F7")}).encode(), b"x" * 4, None, "a has the dtype F7, which is not known"),
+        (b'{"\\ud800": 1}', b"", None, "no Unicode text"),
+        (json.dumps({"a": entry(0, 4, [1] * 70)}).encode(), b"x" * 4, None, "sizes that are no counts"),
         (json.dumps({"a": [0, 4]}).encode(), b"x" * 4, None, "entry for a is damaged"),
     ],
 )

@@ -24,6 +24,7 @@ from te_convert.errors import ConversionError, InputError
 from te_convert.pipeline import observe, report_of
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
+from te_convert.replacements.specs import dtype_name
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import apply_plan
 from te_convert.runtime.backend import choose_backend
@@ -31,7 +32,7 @@ from te_convert.stream.checkpoint import CHUNK_BYTES, Checkpoint, open_checkpoin
 from te_convert.stream.ledger import LEDGER, write_ledger
 from te_convert.stream.outline import Names, parameters_on_meta
 from te_convert.stream.pieces import Layout, invert
-from te_convert.stream.slice import SliceResult, read_layout, refuse_like, verify_slice
+from te_convert.stream.slice import SliceResult, digest_of, read_layout, refuse_like, verify_slice
 from te_convert.stream.targets import Targets, find_targets, from_checkpoint
 from te_convert.stream.writer import ShardWriter, Staging
 from te_convert.verify.model import Parity
@@ -95,7 +96,10 @@ def convert_checkpoint(
     check_out(out, force, opened.source)
     with closing(open_checkpoint(directory)) as checkpoint:
         model = opened.model
-        stored = _written_as(Names(model, checkpoint), dtype)
+        _refuse_quantised(directory, model, checkpoint)
+        names = Names(model, checkpoint)
+        apart = untie(model, names.stored, checkpoint)
+        stored = _written_as(names, dtype, apart)
         start = time.perf_counter()
         _, captured, notes = observe(model, (), config)
         plan = make_plan(model, captured, config, notes)
@@ -108,9 +112,13 @@ def convert_checkpoint(
             found = verify_slice(model, plan, _loader(stored, canonical, checkpoint), backend.name, slice_bytes)
             plan = refuse_like(plan, found.refused)
         timings["verify"] = time.perf_counter() - start
-        if not plan.converting:
+        if not plan.converting and not found.refused:
             raise InputError("nothing in this model can be converted", "te-convert analyze says why")
-        if found.parity.status == "failed" or (config.strict and (found.refused or found.parity.status != "slice")):
+        if (
+            found.parity.status == "failed"
+            or not plan.converting
+            or (config.strict and (found.refused or found.parity.status != "slice"))
+        ):
             raise ConversionError(
                 f"parity of the slice: {found.parity.status}", "te-convert check explains it; nothing was written"
             )
@@ -126,7 +134,6 @@ def convert_checkpoint(
             report = report_of(plan, found.parity, config, backend, timings)
             files |= write_texts(staging.path, plan, report, opened.source)
             files[BUFFERS] = write_tensors(staging.path / BUFFERS, targets.buffers)
-            staging.drop_notes()
             write_manifest(staging.path, applied.model, report, opened.source, find_slots(applied.model), targets.ties, files)
             rename_into_place(staging.path, out.absolute(), force)
     return Streamed(out, report, plan)
@@ -145,30 +152,57 @@ class Stored:
     notes: tuple[str, ...]
 
 
-def _written_as(names: Names, dtype: torch.dtype | None) -> Stored:
+def _written_as(names: Names, dtype: torch.dtype | None, apart: list[str]) -> Stored:
     layouts = {
         name: replace(layout, dtype=dtype) if dtype is not None and layout.dtype.is_floating_point else layout
         for name, layout in names.stored.items()
     }
-    some = ", ".join(names.ignored[:5]) + (", …" if len(names.ignored) > 5 else "")
-    notes = (f"{len(names.ignored)} tensors of the checkpoint have no place in the model and were left out: {some}",)
-    return Stored(layouts, notes if names.ignored else ())
+    notes = []
+    if names.ignored:
+        some = ", ".join(names.ignored[:5]) + (", …" if len(names.ignored) > 5 else "")
+        notes.append(f"{len(names.ignored)} tensors of the checkpoint have no place in the model and were left out: {some}")
+    if apart:
+        notes.append(f"config.json ties {', '.join(apart)}, which has values of its own in the checkpoint: it was not tied")
+    return Stored(layouts, tuple(notes))
+
+
+def _refuse_quantised(directory: Path, model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Stored codes and scales are no weights: copying them would give another model."""
+    told: Any = getattr(getattr(model, "config", None), "quantization_config", None)
+    narrow = [name for name, entry in checkpoint.entries.items() if entry.dtype.is_floating_point and entry.dtype.itemsize == 1]
+    if told or narrow:
+        why = "quantization_config in config.json" if told else f"{narrow[0]} is {dtype_name(checkpoint.entries[narrow[0]].dtype)}"
+        raise InputError(f"{directory} holds quantised weights ({why})", "give a checkpoint in bfloat16, float16 or float32")
+
+
+def untie(model: nn.Module, stored: dict[str, Layout], checkpoint: Checkpoint) -> list[str]:
+    """Give weights that config.json ties, and the checkpoint has with different values, parameters of their own.
+
+    Transformers does the same when it loads.  Of those that are equal, all but one leave ``stored``.
+
+    Returns:
+        The names that are no longer tied.
+    """
+    apart = []
+    first: dict[int, str] = {}
+    for name, slot in find_slots(model).items():
+        other = first.setdefault(id(slot.tensor), name) if name in stored else name
+        if other == name:
+            continue
+        if digest_of(stored[name], checkpoint) == digest_of(stored[other], checkpoint):
+            del stored[name]
+            continue
+        slot.replace(nn.Parameter(slot.tensor.detach().clone(), slot.tensor.requires_grad))
+        apart.append(name)
+    return apart
 
 
 def canonical_names(model: nn.Module, stored: Stored) -> dict[str, str]:
     """Every name of a tensor of the model → the one of them that the checkpoint has."""
     groups: dict[int, list[str]] = {}
-    slots = find_slots(model)
-    for name, slot in slots.items():
+    for name, slot in find_slots(model).items():
         groups.setdefault(id(slot.tensor), []).append(name)
-    found: dict[str, str] = {}
-    for group in groups.values():
-        held = [name for name in group if name in stored.layouts]
-        for name in group:
-            found[name] = held[0] if held else name
-        for other in held[1:]:
-            del stored.layouts[other]  # the model ties them, as Transformers does after loading
-    return found
+    return {name: next((n for n in group if n in stored.layouts), name) for group in groups.values() for name in group}
 
 
 def _loader(stored: Stored, canonical: Mapping[str, str], checkpoint: Checkpoint) -> Any:
@@ -196,13 +230,17 @@ class Job:
         sizes = {name: layout.size for name, layout in self.weights.items()}
         self.shards = name_shards(plan_shards(sizes, shard_bytes))
         self.total = sum(sizes.values())
+        self._files = self._state()
+
+    def _state(self) -> dict[str, list[int]]:
+        """Size and time of the checkpoint's files."""
+        return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in self._checkpoint.files if path.is_file()}
 
     def description(self, plan: Plan) -> dict[str, Any]:
         """What has to be the same for an unfinished run to be taken up."""
-        files = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in self._checkpoint.files}
         weights = {name: [str(t.dtype), t.shape, [p.__dict__ for p in t.pieces]] for name, t in self.weights.items()}
         digest = hashlib.sha256(json.dumps([weights, self.shards, plan.to_dict()], sort_keys=True, default=list).encode())
-        return {"files": files, "job": digest.hexdigest()}
+        return {"files": self._files, "job": digest.hexdigest()}
 
     def stream(self, staging: Staging, progress: Any) -> dict[str, FileRecord]:
         """Write every shard, the index and the ledger; compare with the slice.
@@ -213,6 +251,8 @@ class Job:
         """
         writer = ShardWriter(staging, self._checkpoint, progress, self.total)
         records = [writer.write(file, {name: self.weights[name] for name in names}) for file, names in self.shards]
+        if self._state() != self._files:
+            raise InputError("the checkpoint's files changed while they were read", "convert it again when they are complete")
         files = {record.file: record.record for record in records}
         if len(self.shards) > 1:
             weight_map = {name: file for file, names in self.shards for name in names}

@@ -76,7 +76,6 @@ def export_directory(
                 writer.write(file, {name: layouts[name] for name in names})
             content = {name: (directory / "source" / name).read_bytes() for name in manifest.source.files}
             _finish(staging.path, shards, sum(sizes.values()), content)
-            staging.drop_notes()
             rename_into_place(staging.path, out.absolute(), force)
     return out
 
@@ -141,7 +140,6 @@ def export_model(model: nn.Module, out: Path, *, force: bool = False, shard_byte
         for file, names in shards:
             write_tensors(staging.path / file, {name: state[name] for name in names})
         _finish(staging.path, shards, sum(sizes.values()), source.content if source is not None else {})
-        staging.drop_notes()
         rename_into_place(staging.path, out.absolute(), force)
     return out
 

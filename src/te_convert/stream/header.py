@@ -18,6 +18,9 @@ from te_convert.errors import InputError
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 _AGAIN = "download or save it again"
+_DTYPE = "save it in float32, bfloat16 or float16"
+_MOST = 2**63 - 1
+_MOST_DIMS = 64  # torch's own limit
 
 
 @dataclass(frozen=True)
@@ -83,16 +86,22 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InputError(f"{path} has a header that is no JSON object", _AGAIN)
     data.pop("__metadata__", None)
+    for name in data:
+        if any("\ud800" <= char <= "\udfff" for char in name):
+            raise InputError(f"{path} names a tensor {name!r}, which is no Unicode text", _AGAIN)
     return data
 
 
 def _entry(path: Path, name: str, value: Any, data_start: int) -> Entry:
+    code = value.get("dtype") if isinstance(value, dict) else None
+    if isinstance(code, str) and code not in DTYPES:
+        raise InputError(f"{path}: {one_line(name, 100)} has the dtype {one_line(code, 20)}, which is not known", _DTYPE)
     try:
         dtype, shape, (start, end) = DTYPES[value["dtype"]], value["shape"], value["data_offsets"]
         numbers = [*shape, start, end]
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"{path}: the header's entry for {one_line(name, 100)} is damaged: {error!r}", _AGAIN) from None
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and 0 <= number <= _MOST for number in numbers) or len(numbers) > _MOST_DIMS + 2:
         raise InputError(f"{path}: the header's entry for {one_line(name, 100)} has sizes that are no counts", _AGAIN)
     expected = math.prod(shape) * dtype.itemsize
     if end - start != expected:

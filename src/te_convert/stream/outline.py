@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,19 @@ from te_convert.emit.slots import find_slots
 from te_convert.emit.user_code import one_line
 from te_convert.errors import InputError
 from te_convert.stream.checkpoint import Checkpoint
-from te_convert.stream.pieces import Layout, Piece
+from te_convert.stream.conversions import CannotStreamError, convert
+from te_convert.stream.pieces import Layout, whole
 
 _ALL_IN_MEMORY = "convert with --no-stream, which loads the model with Transformers"
+_OTHERS = (
+    (r"(^|\.)decoder\.layers\.\d+\.self_attention\.linear_(qkv|proj)\.|(^|\.)mlp\.linear_fc[12]\.", "Megatron Core"),
+    (r"(^|\.)language_model\.(encoder|transformer)\.layers\.\d+\.", "Megatron-LM"),
+    (
+        r"\.self_attention\.layernorm_qkv\.|\.layernorm_mlp\.fc[12]_weight",
+        "Transformer Engine's TransformerLayer (BioNeMo recipes)",
+    ),
+)
+"""Keys of other layouts: Megatron Core's and Megatron-LM's module names, and te.TransformerLayer's."""
 
 
 @contextmanager
@@ -47,49 +57,102 @@ class Names:
         """Match names as Transformers does when it loads the directory.
 
         Raises:
-            InputError: missing tensors, other shapes, or a conversion that cannot be streamed.
+            InputError: missing tensors, other shapes, another program's layout, or a conversion that cannot be streamed.
         """
         slots = {name: slot for name, slot in find_slots(model).items() if slot.persistent}
         shapes = {name: tuple(slot.tensor.shape) for name, slot in slots.items()}
         groups: dict[str, dict[str | None, list[str]]] = {}
-        rename = _renaming(model)
+        rename, self._converters = _renaming(model)
         for key in sorted(checkpoint.entries, key=_natural):
             target, pattern = rename(key)
             groups.setdefault(target, {}).setdefault(pattern, []).append(key)
         self.stored: dict[str, Layout] = {}
         self.ignored: list[str] = []
         for name, patterns in groups.items():
-            if name not in shapes:
-                self.ignored += [key for keys in patterns.values() for key in keys]
+            if name in shapes:
+                self.stored |= self._layouts(name, shapes, patterns, checkpoint)
             else:
-                self.stored[name] = _layout(name, shapes[name], patterns, model, checkpoint)
+                self.ignored += [key for keys in patterns.values() for key in keys]
         tied: dict[int, list[str]] = {}
         for name, slot in slots.items():
             tied.setdefault(id(slot.tensor), []).append(name)
-        allowed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        lacking = [
-            name
-            for name, slot in slots.items()
-            if not any(other in self.stored for other in tied[id(slot.tensor)]) and not any(re.search(p, name) for p in allowed)
-        ]
+        lacking = [name for name, slot in slots.items() if not any(other in self.stored for other in tied[id(slot.tensor)])]
         if lacking:
-            some = ", ".join(lacking[:8])
-            what = f"{len(lacking)} weights of {type(model).__name__} are missing in the checkpoint: {some}"
-            raise InputError(what, "set architectures in config.json to the class whose weights these are")
+            raise _missing(model, lacking, checkpoint)
+
+    def _layouts(
+        self, name: str, shapes: Mapping[str, tuple[int, ...]], patterns: Mapping[str | None, list[str]], checkpoint: Checkpoint
+    ) -> dict[str, Layout]:
+        keys = [key for group in patterns.values() for key in group]
+        held = {key: whole(key, checkpoint.entries[key].dtype, checkpoint.entries[key].shape) for key in keys}
+        converter = self._converters.get(next(iter(patterns)) or "")
+        if converter is not None:
+            groups = {str(pattern): [held[key] for key in group] for pattern, group in patterns.items()}
+            found = _computed(name, converter, groups, shapes)
+        elif len(keys) == 1:
+            found = {name: held[keys[0]]}
+        else:
+            raise InputError(f"{name} is in the checkpoint under {len(keys)} names: {_some(keys)}", _ALL_IN_MEMORY)
+        for target, layout in found.items():
+            if layout.shape != shapes.get(target):
+                own = list(shapes[target]) if target in shapes else "absent"
+                what = f"{target} is {list(layout.shape)} in the checkpoint ({_some(keys)}), {own} in the model"
+                raise InputError(what, "use the config.json that belongs to the weights")
+        return found
 
 
-def _renaming(model: nn.Module) -> Any:
-    """A function from a checkpoint's key to (the model's name, the pattern of a converter or None)."""
+def _computed(
+    name: str, converter: Any, groups: Mapping[str, list[Layout]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Layout]:
+    """What a Transformers WeightConverter makes of tensors.
+
+    Raises:
+        InputError: it does more than rearrange them.
+    """
+    targets = {name.replace(converter.target_patterns[0], each): each for each in converter.target_patterns[1:]}
+    known = {target: shapes.get(target, ()) for target in (name, *targets)}
+    try:
+        return convert(converter.operations, groups, known, converter.source_patterns)
+    except (CannotStreamError, ValueError, InputError) as error:
+        keys = [piece.source for group in groups.values() for layout in group for piece in layout.pieces]
+        what = f"{name} is computed from {_some(keys)} by Transformers, which is not streamed: {one_line(error)}"
+        raise InputError(what, _ALL_IN_MEMORY) from None
+
+
+def _some(keys: Sequence[str]) -> str:
+    return ", ".join(one_line(key, 100) for key in keys[:4]) + (", …" if len(keys) > 4 else "")
+
+
+def _missing(model: nn.Module, lacking: list[str], checkpoint: Checkpoint) -> InputError:
+    for pattern, program in _OTHERS:
+        key = next((key for key in checkpoint.entries if re.search(pattern, key)), None)
+        if key is not None:
+            what = f"the checkpoint is in the layout of {program} (it has {one_line(key, 100)}), which is not read"
+            return InputError(what, "convert it to Transformers' layout with that program's exporter first")
+    what = f"{len(lacking)} weights of {type(model).__name__} are missing in the checkpoint: {', '.join(lacking[:8])}"
+    return InputError(what, "set architectures in config.json to the class whose weights these are")
+
+
+def _renaming(model: nn.Module) -> tuple[Callable[[str], tuple[str, str | None]], dict[str, Any]]:
+    """A function from a checkpoint's key to (the model's name, the pattern of a converter or None), and the converters."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
     except ImportError:  # before Transformers 5 nothing is renamed but the prefix
-        return lambda key: (_with_prefix(key, model), None)
+        return lambda key: (_with_prefix(key, model), None), {}
     mapping: list[Any] = get_model_conversion_mapping(model)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
-    state, prefix = dict.fromkeys(model.state_dict()), getattr(model, "base_model_prefix", None)
-    return lambda key: rename_source_key(key, renamings, converters, prefix, state)
+    state: dict[str, Any] = dict.fromkeys(model.state_dict(), True)
+    prefix = getattr(model, "base_model_prefix", None)
+
+    def rename(key: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(key, renamings, converters, prefix, state)
+        if found[0] not in state and key in state:  # as Transformers: a name of the model stays
+            return key, None
+        return found
+
+    return rename, {pattern: each for each in converters for pattern in each.source_patterns}
 
 
 def _with_prefix(key: str, model: nn.Module) -> str:
@@ -97,51 +160,6 @@ def _with_prefix(key: str, model: nn.Module) -> str:
     if key not in own and prefix + key in own:
         return prefix + key
     return key.removeprefix(prefix) if key not in own and key.removeprefix(prefix) in own else key
-
-
-def _layout(
-    name: str, shape: tuple[int, ...], patterns: Mapping[str | None, list[str]], model: nn.Module, checkpoint: Checkpoint
-) -> Layout:
-    keys = [key for group in patterns.values() for key in group]
-    entries = [checkpoint.entries[key] for key in keys]
-    dtypes = {entry.dtype for entry in entries}
-    if len(dtypes) != 1:
-        raise InputError(f"{name} is made of tensors of several dtypes in the checkpoint", _ALL_IN_MEMORY)
-    if None in patterns:
-        if len(keys) != 1:
-            raise InputError(f"{name} is in the checkpoint under {len(keys)} names: {', '.join(keys[:4])}", _ALL_IN_MEMORY)
-        if entries[0].shape != shape:
-            found = f"{list(entries[0].shape)} in the checkpoint, {list(shape)} in the model"
-            raise InputError(f"{name} is {found}", "use the config.json that belongs to the weights")
-        ordered = keys
-    else:
-        ordered = _merged(name, patterns, model)
-    sizes = {key: checkpoint.entries[key].size // entries[0].dtype.itemsize for key in ordered}
-    try:
-        return Layout(dtypes.pop(), shape, tuple(Piece(key, 0, sizes[key]) for key in ordered))
-    except ValueError as error:
-        raise InputError(f"{name}: {one_line(error)}", _ALL_IN_MEMORY) from None
-
-
-def _merged(name: str, patterns: Mapping[Any, list[str]], model: nn.Module) -> list[str]:
-    """Order of the tensors that Transformers stacks (experts) or joins, row by row.
-
-    Raises:
-        InputError: it does more than that with them.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
-
-    mapping: list[Any] = get_model_conversion_mapping(model)
-    for each in mapping:
-        if isinstance(each, WeightConverter) and set(patterns) <= set(each.source_patterns):
-            groups = [patterns[pattern] for pattern in each.source_patterns if pattern in patterns]
-            dims = [(type(op), getattr(op, "dim", None)) for op in each.operations]
-            if dims in ([(MergeModulelist, 0)], [(Concatenate, 0)]) and len({len(g) for g in groups}) == 1:
-                return [key for group in groups for key in group]
-            if dims == [(MergeModulelist, 0), (Concatenate, 1)] and len({len(g) for g in groups}) == 1:
-                return [key for keys in zip(*groups, strict=True) for key in keys]
-    raise InputError(f"{name} is computed from {', '.join(next(iter(patterns.values()))[:2])}, ... by Transformers", _ALL_IN_MEMORY)
 
 
 def _natural(key: str) -> list[tuple[int, str]]:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from te_convert.reasons import ReasonCode, reason
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.apply import apply_plan
 from te_convert.stream.checkpoint import CHUNK_BYTES, Checkpoint, bytes_of
-from te_convert.stream.pieces import Layout
+from te_convert.stream.pieces import Layout, Piece
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import record_reference
@@ -87,6 +87,7 @@ def verify_slice(outline: nn.Module, plan: Plan, load: Load, backend: str, most_
         with torch.random.fork_rng(devices=[]):
             model = build_from_config(type(outline), shallow.config)
         _check_size(model, min(most_bytes, _physical_bytes() // 10))
+        _untie_like(model, outline)
         whole = _fill(model, load)
         return _compare(model, _part(plan, model), shallow, whole, backend)
     except Exception as error:
@@ -139,6 +140,15 @@ def _layers_to_see(plan: Plan) -> int:
     for number in sorted(kinds):
         first.setdefault(frozenset(kinds[number]), number)
     return min(max([2, *(number + 1 for number in first.values())]), MOST_LAYERS)
+
+
+def _untie_like(model: nn.Module, outline: nn.Module) -> None:
+    """Parameters of their own for weights that are tied in the slice and not in the outline."""
+    apart, first = find_slots(outline), dict[int, str]()
+    for name, slot in find_slots(model).items():
+        other = first.setdefault(id(slot.tensor), name)
+        if other != name and name in apart and other in apart and apart[name].tensor is not apart[other].tensor:
+            slot.replace(nn.Parameter(slot.tensor.detach().clone(), slot.tensor.requires_grad))
 
 
 def _fill(model: nn.Module, load: Load) -> set[str]:
@@ -221,7 +231,7 @@ def read_layout(layout: Layout, checkpoint: Checkpoint, rows: int | None = None)
     """A tensor, or its first rows, in memory.
 
     Args:
-        layout: pieces of the checkpoint's tensors, none transposed.
+        layout: pieces of the checkpoint's tensors; transposed ones come as a whole.
         checkpoint: where they are.
         rows: how many rows; None for all.
     """
@@ -232,7 +242,25 @@ def read_layout(layout: Layout, checkpoint: Checkpoint, rows: int | None = None)
     buffer, place = memoryview(bytearray(CHUNK_BYTES)), 0
     for piece in layout.pieces:
         size = min(piece.count * stored.itemsize, len(target) - place)
-        for part in checkpoint.chunks(piece.source, piece.start * stored.itemsize, size, buffer):
+        for part in _parts(piece, size, checkpoint, buffer):
             target[place : place + len(part)] = part
             place += len(part)
     return tensor.to(layout.dtype)
+
+
+def _parts(piece: Piece, size: int, checkpoint: Checkpoint, buffer: memoryview) -> Iterator[memoryview]:
+    width = checkpoint.entries[piece.source].dtype.itemsize
+    if not piece.columns:
+        yield from checkpoint.chunks(piece.source, piece.start * width, size, buffer)
+        return
+    run = checkpoint.load(piece.source).view(-1)[piece.start : piece.start + piece.count]
+    yield bytes_of(run.view(-1, piece.columns).t().contiguous())[:size]
+
+
+def digest_of(layout: Layout, checkpoint: Checkpoint) -> str:
+    """SHA-256 of a tensor's bytes in the checkpoint's dtype."""
+    found, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
+    for piece in layout.pieces:
+        for part in _parts(piece, piece.count * checkpoint.entries[piece.source].dtype.itemsize, checkpoint, buffer):
+            found.update(part)
+    return found.hexdigest()

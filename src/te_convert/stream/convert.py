@@ -32,6 +32,7 @@ from te_convert.stream.checkpoint import CHUNK_BYTES, Checkpoint, open_checkpoin
 from te_convert.stream.ledger import LEDGER, write_ledger
 from te_convert.stream.outline import Names, parameters_on_meta
 from te_convert.stream.pieces import Layout, invert
+from te_convert.stream.repeat import plan_from_shallow
 from te_convert.stream.slice import SliceResult, digest_of, read_layout, refuse_like, verify_slice
 from te_convert.stream.targets import Targets, find_targets, from_checkpoint
 from te_convert.stream.writer import ShardWriter, Staging
@@ -103,6 +104,8 @@ def convert_checkpoint(
         start = time.perf_counter()
         _, captured, notes = observe(model, (), config)
         plan = make_plan(model, captured, config, notes)
+        if not captured.has_graph and plan.converting:
+            plan = plan_from_shallow(model, plan, config, slice_bytes)
         timings["plan"] = time.perf_counter() - start
         backend = choose_backend(config.backend, "cpu")
         canonical = canonical_names(model, stored)

@@ -80,13 +80,13 @@ def verify_slice(outline: nn.Module, plan: Plan, load: Load, backend: str, most_
     """
     nothing = Parity("not-verified", backend)
     try:
-        shallow = _shallow(outline, plan)
+        shallow = make_shallow(outline, plan)
     except ValueError as error:
         return SliceResult(replace(nothing, notes=(f"no slice was compared: {error}",)))
     try:
         with torch.random.fork_rng(devices=[]):
             model = build_from_config(type(outline), shallow.config)
-        _check_size(model, min(most_bytes, _physical_bytes() // 10))
+        check_size(model, most_bytes)
         _untie_like(model, outline)
         whole = _fill(model, load)
         return _compare(model, _part(plan, model), shallow, whole, backend)
@@ -99,13 +99,25 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _check_size(model: nn.Module, most_bytes: int) -> None:
+def check_size(model: nn.Module, most_bytes: int) -> None:
+    """Raise ValueError where the weights are above ``most_bytes`` or a tenth of this machine's memory."""
+    most_bytes = min(most_bytes, _physical_bytes() // 10)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     if size > most_bytes:
         raise ValueError(f"its weights have {size / 1e9:.1f} GB, more than the {most_bytes / 1e9:.1f} GB that may be used")
 
 
-def _shallow(outline: nn.Module, plan: Plan) -> Shallow:
+def make_shallow(outline: nn.Module, plan: Plan, cut: bool = True) -> Shallow:
+    """The config of a model with so many first layers that every kind of layer is there.
+
+    Args:
+        outline: the model without weights.
+        plan: the decisions that tell kinds of layers apart.
+        cut: large embeddings keep their first rows only.
+
+    Raises:
+        ValueError: the config has no number of layers.
+    """
     config: Any = copy.deepcopy(getattr(outline, "config", None))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     name = next((each for each in _DEPTHS if isinstance(getattr(text, each, None), int)), None)
@@ -118,7 +130,7 @@ def _shallow(outline: nn.Module, plan: Plan) -> Shallow:
             setattr(text, each, getattr(text, each)[:depth])
     vocabulary = getattr(text, "vocab_size", None)
     embeddings = [m for m in outline.modules() if isinstance(m, nn.Embedding) and m.num_embeddings == vocabulary]
-    if not any(m.weight.numel() * m.weight.element_size() > _LARGE_BYTES for m in embeddings):
+    if not (cut and any(m.weight.numel() * m.weight.element_size() > _LARGE_BYTES for m in embeddings)):
         return Shallow(config, depth, None)
     for holder in {id(config): config, id(text): text}.values():
         for key, value in list(vars(holder).items()):
@@ -129,17 +141,20 @@ def _shallow(outline: nn.Module, plan: Plan) -> Shallow:
     return Shallow(config, depth, _ROWS)
 
 
-def _layers_to_see(plan: Plan) -> int:
-    """So many layers from the first on that every kind of converted layer is among them, at most MOST_LAYERS."""
+def kinds_of_layers(plan: Plan) -> dict[int, int]:
+    """Each layer that has converted sites → the first layer with the same ones."""
     kinds: dict[int, set[str]] = {}
     for site in plan.converting:
         found = re.match(r"(.*?\.)(\d+)\.(.*)", site.fqn)
         if found is not None:
             kinds.setdefault(int(found[2]), set()).add(f"{found[1]}#.{found[3]} {site.spec} {site.fused_into is not None}")
     first: dict[frozenset[str], int] = {}
-    for number in sorted(kinds):
-        first.setdefault(frozenset(kinds[number]), number)
-    return min(max([2, *(number + 1 for number in first.values())]), MOST_LAYERS)
+    return {number: first.setdefault(frozenset(kinds[number]), number) for number in sorted(kinds)}
+
+
+def _layers_to_see(plan: Plan) -> int:
+    """So many layers from the first on that every kind of converted layer is among them, at most MOST_LAYERS."""
+    return min(max([2, *(number + 1 for number in kinds_of_layers(plan).values())]), MOST_LAYERS)
 
 
 def _untie_like(model: nn.Module, outline: nn.Module) -> None:

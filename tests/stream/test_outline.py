@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,41 @@ def test_an_expert_of_another_shape_and_the_same_size(tmp_path: Path) -> None:
     rewrite(tmp_path / "hf", changed)
     with pytest.raises(InputError, match=r"is computed from .*experts\.0\.w2.* different shapes"):
         te_convert.convert_checkpoint(tmp_path / "hf", tmp_path / "te")
+
+
+def test_a_weight_that_transformers_divides(tmp_path: Path) -> None:
+    """NomicBert's files have one tensor for query, key and value; the model has three."""
+    from transformers import NomicBertConfig, NomicBertModel
+
+    torch.manual_seed(4)
+    config = NomicBertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    original: Any = NomicBertModel(config).eval()
+    original.save_pretrained(tmp_path / "hf")
+    names = tensors(tmp_path / "hf")
+    assert any("Wqkv" in name for name in names)
+    assert not any("q_proj" in name for name in names)
+    result = te_convert.convert_checkpoint(tmp_path / "hf", tmp_path / "te")
+    assert result.report.parity.status == "slice"
+    expected = original(tokens()).last_hidden_state.detach()
+    found = te_convert.load(tmp_path / "te")(tokens()).last_hidden_state.detach()
+    assert float((found - expected).abs().max() / expected.abs().max()) < 2e-6
+    te_convert.export(tmp_path / "te", tmp_path / "back")
+    back = tensors(tmp_path / "back")
+    assert back.keys() == names.keys()
+    assert all(torch.equal(back[name], names[name]) for name in names)
+
+
+def test_files_that_change_while_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_convert.stream.writer import ShardWriter
+
+    write("llama", tmp_path / "hf", shard="1GB")
+    inner = ShardWriter.write
+
+    def changing(self: ShardWriter, *args: Any) -> Any:
+        os.utime(tmp_path / "hf" / "model.safetensors", (1, 1))
+        return inner(self, *args)
+
+    monkeypatch.setattr(ShardWriter, "write", changing)
+    with pytest.raises(InputError, match="changed while they were read"):
+        te_convert.convert_checkpoint(tmp_path / "hf", tmp_path / "te", verify=False)
+    assert not (tmp_path / "te").exists()

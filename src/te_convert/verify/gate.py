@@ -12,10 +12,12 @@ from te_convert.verify.compare import MISMATCH
 from te_convert.verify.culprit import explain, revert_culprit, revert_everything
 from te_convert.verify.isolate import SiteRecorder, observed, random_site_parity, takes_one_tensor
 from te_convert.verify.model import Parity, ScenarioParity, SiteParity
+from te_convert.verify.norm_statistics import statistics_spread
 from te_convert.verify.perturb import parameter_problems
 from te_convert.verify.reference import Reference
 from te_convert.verify.run import prepared
 from te_convert.verify.state import State, put_back
+from te_convert.verify.tolerance import judge_statistics
 from te_convert.verify.whole import POOLED, Progress, compare_all
 
 __all__ = ["POOLED", "verify_applied"]
@@ -41,6 +43,7 @@ def verify_applied(
     """
     state = State(applied, reference, SiteRecorder(applied.taken), notes=list(reference.notes))
     _isolate(state)
+    _check_statistics(state)
     _check_parameters(state)
     if revert:
         _revert_failing_sites(state)
@@ -102,6 +105,18 @@ def _isolate(state: State) -> None:
             state.notes.append(f"{fqn}: its outputs had no finite value, so it was not compared alone")
         else:
             state.notes.append(f"{fqn}: the TE module never ran and takes more than one tensor, so it was not compared alone")
+
+
+def _check_statistics(state: State) -> None:
+    """A norm of a low-precision site whose statistics are not in float32 fails the site, however little accuracy it costs there."""
+    for fqn, site in state.sites.items():
+        try:
+            spread = statistics_spread(state.applied.sites[fqn])
+        except Exception as error:
+            state.notes.append(f"{fqn}: the precision of its norm's statistics was not judged: {describe_error(error)}")
+            continue
+        if spread is not None and site.passed and not (judged := judge_statistics(spread)).passed:
+            state.sites[fqn] = replace(site, bound=f"norm statistics in float32 ({judged.bound})", passed=False)
 
 
 def _check_parameters(state: State) -> None:

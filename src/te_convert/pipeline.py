@@ -110,7 +110,8 @@ class Conversion:
         with self._timed("reference"):
             if self.config.verify and plan.converting:
                 padded = any(fusion.skips_padding for fusion in plan.fusions)
-                reference = record_reference(target, scenarios, hide_padding=padded)
+                as_given = self.config.recipe is not None  # its figures are those of the parameters as they are
+                reference = record_reference(target, scenarios, padded, as_given)
         with self._timed("rewrite"):
             applied, plan = self._apply(target, plan, self._build_on(target, reference))
         try:

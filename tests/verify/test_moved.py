@@ -89,9 +89,11 @@ def test_a_copy_of_a_weight_from_the_first_call_is_caught(dtype: torch.dtype, mo
     assert all(NAME in site.why for site in result.report.parity.reverted)
 
 
-def test_a_slow_model_is_run_three_times_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama", "vit"])
+def test_a_slow_model_is_run_three_times_on_each_side(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "SLOW_S", -1.0)
-    model, inputs = build("llama")
+    model, inputs = build(name, dtype)
     converted = te_convert.convert(model, inputs, backend="reference").model
     runs: dict[int, int] = {}
     own = type(model).forward

@@ -15,6 +15,7 @@ from te_convert.rewrite import apply as rewrite_apply
 from te_convert.rewrite import carry_over
 from te_convert.rewrite.loans import is_borrower
 from te_convert.rewrite.site import is_converted
+from te_convert.verify import reference
 from tests.rewrite.rewrite_samples import FUSE
 from tests.verify.model_zoo import build, call, perturb
 from tests.verify.mutants import FUSED_MUTANTS, MUTANTS, plant, plant_in_fusion
@@ -179,3 +180,28 @@ def test_a_wrong_weight_is_never_called_rounding(fuse: bool, monkeypatch: pytest
     parity = te_convert.convert(model, inputs, backend="reference", fuse=fuse).report.parity
     assert parity.reverted
     assert not [note for note in parity.notes if "is rounding" in note]
+
+
+SLOW_CASES = (
+    "gamma lost",
+    "norm bias lost",
+    "bias doubled",
+    "noise in one row",
+    "output dtype",
+    "dropout in eval",
+    "rounded inside",
+)
+
+
+@pytest.mark.parametrize("mutant", SLOW_CASES)
+def test_a_slow_low_precision_model_is_judged_as_strictly(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs of each side: the parameters as they are is what is left out."""
+    monkeypatch.setattr(reference, "SLOW_S", -1.0)
+    mutate, kinds, _ = MUTANTS[mutant]
+    model, inputs = build("vit", torch.bfloat16)
+    perturb(model)
+    planted = plant(monkeypatch, mutate, kinds)
+    parity = te_convert.convert(model, inputs, backend="reference", fuse=False).report.parity
+    assert [site.fqn for site in parity.reverted] == [planted.fqn]
+    assert parity.passed
+    assert all(scenario.perturbed for scenario in parity.scenarios)

@@ -2,9 +2,9 @@
 
 Statistics in the low precision cost a site about one more rounding.  Behind a matrix, an activation and a bias that is inside any
 bound on accuracy, so it is looked for where it shows: a norm gives the same result for ``s * x`` as for ``x``.  Rows of small
-integers times a few factors of so few bits that every product is exact reach a norm without any rounding.  Float32 statistics then
-agree to 2⁻²² or so and are rounded to the same numbers, but for a rare tie.  Statistics in low precision are rounded differently for
-every factor, and the whole row with them: through matrices and activations to the output.
+integers times a few factors of so few bits that every product is exact reach a norm without any rounding.  Float32 statistics
+then agree to 2⁻²² or so and are rounded to the same numbers, but for a rare tie.  Statistics in low precision are rounded
+differently for every factor, and the whole row with them: through matrices and activations to the output.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _spread(module: Any) -> float | None:
 def scaled_rows(width: int, dtype: torch.dtype, eps: float) -> Tensor:
     """[ROWS, FACTORS, width]: rows of integers, half of them of one sign (a large mean), each times every factor; all exact."""
     bits = _LOW[dtype] // 2
-    largest = 2 ** (_LOW[dtype] - bits) - 1
+    largest, first = (1 << (_LOW[dtype] - bits)) - 1, 1 << (bits - 1)
     random = torch.Generator().manual_seed(0)
     around_zero = torch.randint(-largest, largest + 1, (ROWS // 2, width), generator=random)
     positive = torch.randint(largest // 2 + 1, largest + 1, (ROWS - ROWS // 2, width), generator=random)
-    factors = torch.linspace(2 ** (bits - 1), 2**bits - 1, FACTORS).round() / 2 ** (bits - 1)
+    factors = torch.linspace(first, 2 * first - 1, FACTORS).round() / first
     rows = torch.cat((around_zero, positive)).float()[:, None] * factors[:, None]
     power = math.ceil(math.log2(max(math.sqrt(eps / _EPS_SHARE) / largest, 1.0)))
-    return (rows * 2.0 ** min(power, _LARGEST_POWER)).to(dtype)
+    return (rows * (1 << min(power, _LARGEST_POWER))).to(dtype)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from te_convert.verify.run import Setting, in_eval, run
 from te_convert.verify.variants import other_values, padded_variants, shape_variants
 
 SLOW_S = 5.0
-"""Seconds of one run from which on a verification makes do with the inputs as given: three runs of each model in float32, and two
-more of each in low precision, where both runs that are compared are made in float32 as well."""
+"""Seconds of one run from which on a verification makes do with the inputs as given: three runs of each model.  In low precision,
+where a run that is compared is made in float32 as well, that is with moved parameters alone."""
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -76,28 +76,27 @@ def low_precision_dtype(model: nn.Module) -> torch.dtype | None:
     return next((parameter.dtype for parameter in model.parameters() if parameter.dtype in _LOW), None)
 
 
-def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_padding: bool = False) -> Reference:
+def record_reference(
+    model: nn.Module, scenarios: Sequence[Scenario], hide_padding: bool = False, as_given: bool = False
+) -> Reference:
     """Run the original in every scenario, perturbed and not, at other shapes, and twice to see whether it reproduces itself.
 
     Never raises for a scenario that does not run; the notes then say so.
+
+    Args:
+        model: the original.
+        scenarios: how to call it.
+        hide_padding: padded positions of the outputs are not compared.
+        as_given: a run with the parameters as they are is needed, also of a slow model in low precision.
     """
     reference = Reference(low=low_precision_dtype(model), hide_padding=hide_padding)
     for scenario in map(in_eval, scenarios):
-        start = time.perf_counter()
-        plain = _try(model, scenario, Setting(hide_padding=reference.hide_padding), reference)
-        if plain is None:
-            continue
-        if not _finite(plain.outputs):
-            reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
-            continue
         first = not reference.runs
-        reference.frugal = reference.frugal or time.perf_counter() - start > SLOW_S
-        reference.runs.append(plain)
-        if hide_padding and padding_mask(model, scenario) is not None:
-            reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
+        checked = _record_inputs(model, scenario, reference, as_given)
+        if checked is None:
+            continue
         if first:
-            _check_original(model, plain, reference)
-        _add(model, scenario, reference, plain=plain)
+            _check_original(model, checked, reference)
         if reference.frugal:
             continue
         for variant in (*shape_variants(scenario), *(padded_variants(model, scenario) if first else ())):
@@ -113,6 +112,42 @@ def record_reference(model: nn.Module, scenarios: Sequence[Scenario], hide_paddi
             "and generate() were left out"
         )
     return reference
+
+
+def _record_inputs(model: nn.Module, scenario: Scenario, reference: Reference, as_given: bool) -> Expected | None:
+    """The inputs as given, with the parameters as they are and moved; the first of these runs, None when there is none.
+
+    In low precision the moved parameters come first.  Each run is made in float32 as well there, and for a slow model these two are
+    enough: whatever the parameters as they are show, moved ones show too.
+    """
+    plain, low = Setting(hide_padding=reference.hide_padding), reference.low is not None
+    start = time.perf_counter()
+    moved = _try(model, scenario, replace(plain, perturb=True), reference, quiet=True) if low else None
+    if moved is not None and not _finite(moved.outputs):
+        moved = None
+    given = _try_finite(model, scenario, plain, reference) if moved is None else None
+    if moved is None and given is None:
+        return None
+    reference.frugal = reference.frugal or time.perf_counter() - start > SLOW_S
+    if moved is not None and (as_given or not reference.frugal):
+        given = _try_finite(model, scenario, plain, reference)
+    first = given or moved
+    assert first is not None  # one of the two was made
+    reference.runs += [found for found in (given, moved) if found is not None]
+    if reference.hide_padding and padding_mask(model, scenario) is not None:
+        reference.notes.append(f"{scenario.name}: padded positions of the outputs were not compared")
+    if moved is None:
+        _add(model, scenario, reference, plain=first)
+    return first
+
+
+def _try_finite(model: nn.Module, scenario: Scenario, setting: Setting, reference: Reference) -> Expected | None:
+    """A run that can prove something."""
+    found = _try(model, scenario, setting, reference)
+    if found is None or _finite(found.outputs):
+        return found
+    reference.notes.append(f"{scenario.name}: the original's output has no finite value, so parity there proves nothing")
+    return None
 
 
 def _add_gradients(model: nn.Module, scenario: Scenario, reference: Reference) -> None:

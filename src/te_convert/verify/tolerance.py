@@ -48,8 +48,8 @@ ERROR_RATIO = 1.25
 each site alone, and to the median over all draws of the whole model (one run is one draw of noise; see verify/accuracy.py)."""
 
 STATISTICS_SPREAD = 0.125
-"""How far the results of a bf16 or fp16 norm for scaled rows may be apart, in units of one rounding (verify/norm_statistics.py).  Over
-widths from 8 to 16384, norms and fused modules: at most 0.018 with statistics in float32, at least 0.24 with bf16 or fp16 ones."""
+"""How far the results of a bf16 or fp16 norm for scaled rows may be apart, in units of one rounding (verify/norm_statistics.py).
+Widths from 8 to 16384, norms and fused modules: at most 0.018 with statistics in float32, at least 0.24 with bf16 or fp16 ones."""
 
 SQNR_DB_APPROXIMATE = 60.0
 """A site, or a model with one, that computes a tanh GELU for an erf GELU because the caller allowed it.  The two differ by at most

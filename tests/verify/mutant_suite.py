@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.apply import Applied, apply_plan
+from te_convert.verify.compare import row_ratios
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.generation import can_generate, generate_outputs
 from te_convert.verify.gradients import seeded_loss
@@ -37,6 +39,12 @@ from tests.verify.mutant_kinds import KINDS, Kind, Place
 
 EXACT, ROUNDED, STEP = 1e-9, 2e-4, 1e-4
 """From which relative difference on a result is another one: in float64; in float32; of gradients, and after a step on them."""
+
+STEP_LOW = 2e-2
+"""The same of gradients of bf16 and fp16 parameters, which are rounded to their dtype, and of the parameters after a step."""
+
+LOSS_OF_ACCURACY = 1.25
+"""From which error against float64 over the original's own, as a median over batch rows, a bf16 or fp16 result is another one."""
 
 
 def _zoo(name: str) -> tuple[nn.Module, Any]:
@@ -137,14 +145,16 @@ class Subject:
     plan: Plan
     reference: Reference
     fresh: list[Scenario]
+    dtype: torch.dtype = torch.float32
     truth: dict[str, Any] = field(default_factory=dict)
 
     def convert(self) -> Applied:
         return apply_plan(copy.deepcopy(self.model), self.plan, "reference")
 
 
-def prepare(name: str) -> Subject:
+def prepare(name: str, dtype: torch.dtype = torch.float32) -> Subject:
     model, inputs = ARCHITECTURES[name]()
+    model, inputs = model.to(dtype), model_zoo.cast(inputs, dtype)
     scenarios, captured, notes = observe(model, normalize_inputs(inputs), ConvertConfig())
     plan = make_plan(model, captured, ConvertConfig(), notes)
     padded = any(isinstance(fusion.spec, DotProductAttentionSpec) for fusion in plan.fusions)
@@ -152,7 +162,7 @@ def prepare(name: str) -> Subject:
     first = scenarios[0]
     fresh = [other_values(replace(first, training=False), seed) for seed in (11, 12)]
     fresh += [*shape_variants(fresh[0]), *padded_variants(model, fresh[0])]
-    return Subject(name, model, plan, reference, [scenario for scenario in fresh if _runs(model, scenario)])
+    return Subject(name, model, plan, reference, [scenario for scenario in fresh if _runs(model, scenario)], dtype)
 
 
 def _runs(model: nn.Module, scenario: Scenario) -> bool:
@@ -182,9 +192,26 @@ def changes(subject: Subject, make: Callable[[], nn.Module]) -> str:
                 found = look(subject, _plain_experts(make()))
             except Exception:  # a mutant may fail in any way
                 return aspect
-            if difference(subject.truth[aspect], found) > bound:
+            if _differs(subject, aspect, found, bound):
                 return aspect
     return ""
+
+
+def _differs(subject: Subject, aspect: str, found: Results, bound: float) -> bool:
+    truth = subject.truth[aspect]
+    if subject.dtype is torch.float32 or aspect not in ("rounding", "gradients", "a step"):
+        return difference(truth, found) > bound
+    if aspect != "rounding":
+        return difference(truth, found) > STEP_LOW
+    if difference(truth, found) == float("inf"):
+        return True
+    exact = subject.truth["other inputs"]
+    ratios = []
+    for index in range(len(subject.fresh)):
+        names = [name for name in exact if name.startswith(f"{index} ")]
+        wanted, own, other = ([(name, side[name]) for name in names] for side in (exact, truth, found))
+        ratios += row_ratios(wanted, own, other, subject.dtype)
+    return bool(ratios) and statistics.median(ratios) > LOSS_OF_ACCURACY
 
 
 def _plain_experts(model: nn.Module) -> nn.Module:
@@ -230,7 +257,7 @@ def _outputs(subject: Subject, model: nn.Module, wide: bool, training: bool = Fa
     for index, scenario in enumerate(subject.fresh if others else subject.fresh[:1]):
         for path, tensor in run(model, replace(scenario, training=training), _setting(subject, wide)):
             if tensor.is_floating_point():
-                found[f"{index}{path}"] = tensor
+                found[f"{index} {path}"] = tensor
     return found
 
 
@@ -306,6 +333,7 @@ class Outcome:
     caught: bool
     why: str
     collateral: int = 0
+    dtype: str = "float32"
 
 
 def module_names(applied: Applied) -> list[str]:
@@ -341,8 +369,8 @@ def try_mutant(subject: Subject, kind: Kind, module: str) -> Outcome | None:
     reverted = {site.fqn: site.why for site in parity.reverted}
     found = [fqn for fqn in place.touched if fqn in reverted]
     why = reverted[found[0]] if found else "" if parity.passed else parity.status
-    others = len(reverted.keys() - set(place.touched))
-    return Outcome(kind.name, subject.name, place.fqn, module, change, bool(found) or not parity.passed, why, others)
+    others, dtype = len(reverted.keys() - set(place.touched)), str(subject.dtype).removeprefix("torch.")
+    return Outcome(kind.name, subject.name, place.fqn, module, change, bool(found) or not parity.passed, why, others, dtype)
 
 
 def gate(applied: Applied, reference: Reference) -> Parity:

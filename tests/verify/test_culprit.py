@@ -15,6 +15,7 @@ from torch import nn
 import te_convert
 from te_convert.cli.main import main
 from te_convert.reference.linear import Linear
+from te_convert.rewrite.apply import apply_plan
 from te_convert.rewrite.site import is_converted
 from te_convert.verify import culprit
 from te_convert.verify.model import Interaction
@@ -202,3 +203,62 @@ def test_check_names_the_set_on_the_command_line(plant: Callable[[Forward], None
     answer = CliRunner().invoke(main, ["check", str(file), "--backend", "reference", "--bisect", "--json"])
     assert answer.exit_code == 3, answer.output
     assert "wrong together with" in answer.output
+
+
+# ---- accuracy over all low-precision runs ------------------------------------------------------------------------------------
+def inaccurate(net: nn.Module, *names: str) -> Forward:
+    """The outputs of these sites are some roundings too large: right in float32."""
+
+    def coarse(site: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y * (1 + 16 * torch.finfo(y.dtype).eps) if any(site is net.get_submodule(name) for name in names) else y
+
+    return coarse
+
+
+@pytest.mark.parametrize("names", [("6",), ("5", "8")])
+@pytest.mark.parametrize("bisect", [False, True])
+def test_lost_accuracy_is_traced_to_its_sites(
+    names: tuple[str, ...], bisect: bool, net: nn.Module, plant: Callable[[Forward], None]
+) -> None:
+    plant(inaccurate(net, *names))
+    parity = convert_low(net, bisect=bisect)
+    assert {site.fqn for site in parity.reverted} == set(names)
+    assert all("error ratio" in site.why and "draws" in site.why for site in parity.reverted)
+    assert parity.passed
+    assert len(parity.sites) == SITES - len(names)
+
+
+def test_a_slow_model_s_lost_accuracy_is_not_searched(
+    net: nn.Module, plant: Callable[[Forward], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("te_convert.verify.reference.SLOW_S", -1.0)
+    plant(inaccurate(net, "6"))
+    parity = convert_low(net)
+    assert len(parity.reverted) == SITES
+    assert all("no single site explains it: all runs together has error ratio" in site.why for site in parity.reverted)
+
+
+def test_accuracy_that_the_original_modules_lack_too_is_not_drawn_afresh(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook added by the rewrite stays where the original modules are put back, and fresh draws would compare it with itself."""
+
+    def breaks(target: nn.Module, *args: Any) -> Any:
+        applied = apply_plan(target, *args)
+        applied.sites["6"].register_forward_hook(lambda module, _, y: y * (1 + 16 * torch.finfo(y.dtype).eps))
+        return applied
+
+    monkeypatch.setattr("te_convert.pipeline.apply_plan", breaks)
+    parity = convert_low(net)
+    assert len(parity.reverted) == SITES
+    assert all("no single site explains it" in site.why for site in parity.reverted)
+
+
+def convert_low(net: nn.Module, **options: Any) -> Any:
+    """In bf16, with enough rows that a ratio means something."""
+    return te_convert.convert(
+        net.bfloat16(),
+        (X[0].repeat(64, 1).view(8, 24, WIDTH).bfloat16(),),
+        backend="reference",
+        fuse=False,
+        inplace=True,
+        **options,
+    ).report.parity

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from te_convert.verify.isolate import as_original
 from te_convert.verify.model import Interaction, ScenarioParity
 from te_convert.verify.reference import Expected
 from te_convert.verify.state import State, put_back
-from te_convert.verify.whole import compare_one, measured
+from te_convert.verify.whole import ALL_RUNS, compare_accuracy, compare_one, measured
 
 MAX_RUNS = 128
 """Comparisons that one search for a set of sites may make.  A pair among 100 sites takes about 30."""
@@ -19,9 +21,8 @@ def revert_culprit(state: State, scenarios: list[ScenarioParity], bisect: bool) 
 
     Without ``bisect`` it is the first site in module order after which the model fails, which bisection over prefixes finds.
     """
-    expected = _failing(state, scenarios)
-    found = _Search(state, expected) if expected is not None else None
-    if found is None or not found.worth_it():  # accuracy over all runs, or something about the replacement itself
+    found = _search(state, scenarios)
+    if found is None or not found.worth_it():  # something about the replacement itself
         revert_everything(state, scenarios)
     elif bisect:
         interaction = found.smallest()
@@ -39,17 +40,16 @@ def revert_culprit(state: State, scenarios: list[ScenarioParity], bisect: bool) 
 
 def explain(state: State, scenarios: list[ScenarioParity]) -> None:
     """Name the smallest set of sites that fails, and put nothing back."""
-    expected = _failing(state, scenarios)
-    if expected is None or not state.applied.sites:
+    search = _search(state, scenarios)
+    if search is None or not state.applied.sites:
         return
-    search = _Search(state, expected)
     interaction = search.smallest() if search.worth_it() else None
     if interaction is None:
-        state.notes.append(f"{expected.scenario.name}: bisection found no set of sites that explains the failure")
+        state.notes.append(f"{search.name}: bisection found no set of sites that explains the failure")
         return
     state.interactions.append(interaction)
     names = ", ".join(name or "the root" for name in interaction.fqns)
-    state.notes.append(f"{expected.scenario.name} fails with no other site than {names} converted ({_figures(interaction)})")
+    state.notes.append(f"{search.name} fails with no other site than {names} converted ({_figures(interaction)})")
 
 
 def revert_everything(state: State, scenarios: list[ScenarioParity]) -> None:
@@ -71,17 +71,23 @@ def _figures(found: Interaction) -> str:
     return f"SQNR {found.figures.sqnr_db:.1f} dB, max rel {found.figures.max_rel:.1e}, {found.bound}"
 
 
-def _failing(state: State, scenarios: list[ScenarioParity]) -> Expected | None:
-    """The first run that failed; None when only the accuracy over all runs did."""
+def _search(state: State, scenarios: list[ScenarioParity]) -> _Search | None:
+    """A search with the first run that failed, else with the accuracy over all low-precision runs; None when neither failed.
+
+    The accuracy of a slow model is not searched: each look at it takes dozens of runs.
+    """
     names = {(s.name, s.perturbed) for s in scenarios if not s.passed}
-    return next((r for r in state.reference.runs if (r.scenario.name, r.setting.perturb) in names), None)
+    expected = next((r for r in state.reference.runs if (r.scenario.name, r.setting.perturb) in names), None)
+    pooled = any(name == ALL_RUNS for name, _ in names) and not state.reference.frugal
+    return _Search(state, expected) if expected is not None or pooled else None
 
 
 class _Search:
-    """Runs of one scenario with some sites converted and all others as they were."""
+    """Runs of one scenario, or of all in low precision (``expected`` None), with some sites converted and the rest as they were."""
 
-    def __init__(self, state: State, expected: Expected) -> None:
+    def __init__(self, state: State, expected: Expected | None) -> None:
         self.state, self.expected, self.names = state, expected, list(state.applied.sites)
+        self.name = ALL_RUNS if expected is None else expected.scenario.name
         self.runs = 0
         self.missed: dict[frozenset[str], ScenarioParity | None] = {}
 
@@ -92,9 +98,14 @@ class _Search:
             self.runs += 1
             off = [name for name in self.names if name not in key]
             with as_original(self.state.applied, off) as root:
-                results = compare_one(self.state, self.expected, root, off)
+                results = self._compare(root, off)
             self.missed[key] = next((s for s in results if not s.passed), None)
         return self.missed[key]
+
+    def _compare(self, root: nn.Module, off: Sequence[str]) -> list[ScenarioParity]:
+        if self.expected is None:
+            return compare_accuracy(self.state, root)
+        return compare_one(self.state, self.expected, root, off)
 
     def worth_it(self) -> bool:
         """Whether the run passes with no site converted."""
@@ -129,7 +140,8 @@ class _Search:
         minimal = all(self.missed.get(frozenset(failing) - {name}, self) is None for name in failing)
         failed = self.failure(failing)
         assert failed is not None
-        return Interaction(tuple(failing), failed.name, failed.figures, failed.bound, self.runs, minimal)
+        bound = failed.bound if failed.error_ratio is None else f"{measured(failed)}, {failed.bound}"
+        return Interaction(tuple(failing), failed.name, failed.figures, bound, self.runs, minimal)
 
     def _fails(self, converted: Sequence[str]) -> bool:
         known = frozenset(converted) in self.missed

@@ -24,7 +24,8 @@ from te_convert.verify.run import Setting, run
 from te_convert.verify.state import State
 from te_convert.verify.tolerance import is_rounding, judge_approximate, judge_float32, judge_float64, judge_gradient
 
-_ALL_RUNS = "all runs together"
+ALL_RUNS = "all runs together"
+"""The name of the verdict on the accuracy of a low-precision model."""
 POOLED = "judged over all runs together"
 """The bound of a low-precision run: one draw of rounding noise, which is judged with all the others."""
 _SAME = "same structure, shapes, dtypes and non-finite places"
@@ -44,17 +45,34 @@ def compare_all(state: State, progress: Progress | None) -> list[ScenarioParity]
     return [*results, *_judge_accuracy(state, results)]
 
 
-def _judge_accuracy(state: State, results: list[ScenarioParity]) -> list[ScenarioParity]:
+def compare_accuracy(state: State, root: nn.Module) -> list[ScenarioParity]:
+    """Low precision: the error ratio over all runs together of a model in which some sites may be as they were."""
+    kept, state.row_ratios = state.row_ratios, []
+    results: list[ScenarioParity] = []
+    try:
+        for expected in state.reference.runs:
+            if expected.exact is not None and state.reference.low is not None:
+                outputs = run(root, expected.scenario, expected.setting)
+                results.append(_judge_low(state, expected, outputs, state.reference.low))
+        return [*results, *_judge_accuracy(state, results, root)]
+    except Exception as error:
+        state.notes.append(f"{ALL_RUNS}: the model with some sites put back raised {describe_error(error)}")
+        return [ScenarioParity(ALL_RUNS, "", True, MISMATCH, None, "must run", passed=False)]
+    finally:
+        state.row_ratios = kept
+
+
+def _judge_accuracy(state: State, results: list[ScenarioParity], root: nn.Module | None = None) -> list[ScenarioParity]:
     """Low precision: the error ratio over all runs together."""
     low = [result for result in results if result.error_ratio is not None]
     if not low:
         return []
     _, figures = worst_of((r.name, r.figures) for r in low)
-    accuracy = judge_accuracy(state.applied, state.reference, state.row_ratios, figures.numel)
+    accuracy = judge_accuracy(state.applied, state.reference, state.row_ratios, figures.numel, root)
     if accuracy is None:
         return []
     bound = f"median over {accuracy.draws} draws: {accuracy.verdict.bound}"
-    return [ScenarioParity(_ALL_RUNS, low[0].dtype, True, figures, accuracy.ratio, bound, accuracy.verdict.passed)]
+    return [ScenarioParity(ALL_RUNS, low[0].dtype, True, figures, accuracy.ratio, bound, accuracy.verdict.passed)]
 
 
 def compare_one(state: State, expected: Expected, root: nn.Module | None = None, off: Sequence[str] = ()) -> list[ScenarioParity]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from tests.verify.mutant_kinds import KINDS
 from tests.verify.mutant_suite import ARCHITECTURES, Subject, changes, false_alarms, module_names, plant, prepare, try_mutant
@@ -35,9 +36,26 @@ SAMPLE = [
 ]
 
 
+ROUNDING = ("norm in bfloat16", "rounded inside")
+"""What these cost a whole model may be too little to be counted; the site is put back all the same."""
+
+LOW = [
+    ("norm in bfloat16", "vit", "LayerNormLinear", "bfloat16"),
+    ("norm in bfloat16", "vit", "LayerNorm", "float16"),
+    ("rounded inside", "vit", "LayerNormLinear", "bfloat16"),
+    ("norm in bfloat16", "gpt2", "LayerNormMLP", "float16"),
+    ("eps lost", "gpt2", "LayerNormLinear", "float16"),
+    ("keys and values swapped", "vit", "LayerNormLinear", "bfloat16"),
+    ("samples mixed", "vit", "Linear", "float16"),
+    ("gradient doubled", "vit", "LayerNormLinear", "bfloat16"),
+    ("stale weight, right gradient", "vit", "LayerNormLinear", "bfloat16"),
+    ("output dtype", "vit", "DotProductAttention", "bfloat16"),
+]
+
+
 @cache
-def subject(name: str) -> Subject:
-    return prepare(name)
+def subject(name: str, dtype: str = "float32") -> Subject:
+    return prepare(name, getattr(torch, dtype))
 
 
 def test_the_catalogue_is_large_and_every_kind_can_be_planted() -> None:
@@ -61,9 +79,27 @@ def test_a_mistake_changes_something_and_is_caught(kind: str, architecture: str,
     assert outcome.caught
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "hand-written blocks"])
-def test_a_right_conversion_is_believed_by_the_gate_and_by_the_judge(name: str) -> None:
-    assert false_alarms(subject(name)) == []
+@pytest.mark.parametrize(("kind", "architecture", "module", "dtype"), LOW)
+def test_a_mistake_in_low_precision_is_caught(kind: str, architecture: str, module: str, dtype: str) -> None:
+    outcome = try_mutant(subject(architecture, dtype), KINDS[kind], module)
+    assert outcome is not None
+    assert outcome.dtype == dtype
+    assert outcome.caught
+    assert outcome.change or kind in ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", "float32"),
+        ("gpt2", "float32"),
+        ("hand-written blocks", "float32"),
+        ("vit", "bfloat16"),
+        ("gpt2", "float16"),
+    ],
+)
+def test_a_right_conversion_is_believed_by_the_gate_and_by_the_judge(name: str, dtype: str) -> None:
+    assert false_alarms(subject(name, dtype)) == []
 
 
 def test_a_mistake_that_changes_nothing_is_equivalent() -> None:

@@ -1,8 +1,8 @@
 """Plant mistakes into real conversions, one at a time, and count how many the parity gate catches.
 
-    python benchmarks/mutants.py                            # every kind of mistake in every architecture, once
+    python benchmarks/mutants.py                            # every kind of mistake in every architecture and dtype, once
     python benchmarks/mutants.py --everywhere               # once in every TE module of each architecture
-    python benchmarks/mutants.py --dtype float32,bfloat16,float16
+    python benchmarks/mutants.py --dtype float32            # in float32 models alone
     python benchmarks/mutants.py --only "scale lost,tie split" --arch llama,gpt2 --json mutants.json
 
 A mistake that changes nothing (in float64, on fresh inputs: outputs, decoding, gradients, weights, a step on the gradients) is
@@ -44,7 +44,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="comma-separated kinds of mistakes (default: all)")
     parser.add_argument("--arch", default="", help="comma-separated architectures (default: all)")
     parser.add_argument(
-        "--dtype", default="float32", metavar="DTYPES", help="comma-separated dtypes of the models (default: float32)"
+        "--dtype",
+        default="float32,bfloat16,float16",
+        metavar="DTYPES",
+        help="comma-separated dtypes of the models (default: all three)",
     )
     parser.add_argument("--everywhere", action="store_true", help="plant each in every TE module, not in one of each architecture")
     parser.add_argument("--no-zoo", action="store_true", help="leave out the right conversions of hand-written and timm models")

@@ -40,6 +40,16 @@ def test_a_slow_model_makes_do_with_the_inputs_and_says_so(monkeypatch: pytest.M
     assert {"gradients", "generate() with a cache", "padded batches"} <= set(report.not_verified)
 
 
+def test_a_slow_low_precision_model_runs_as_given_where_a_recipe_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are those of the parameters as they are."""
+    monkeypatch.setattr(reference, "SLOW_S", -1.0)
+    model, inputs = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16(), (torch.randn(16, 32).bfloat16(),)
+    plain, quantised = (te_convert.convert(model, inputs, recipe=recipe).report for recipe in (None, "fp8-current"))
+    assert {scenario.perturbed for scenario in plain.parity.scenarios} == {True}
+    assert {scenario.perturbed for scenario in quantised.parity.scenarios} == {True, False}
+    assert quantised.parity.passed
+
+
 def test_decoding_with_wrong_attention_to_the_cache_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal on whole sequences, wrong when one query meets a cache."""
     from te_convert import reference as twins

@@ -212,8 +212,8 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any
 def cast(inputs: Any, dtype: torch.dtype) -> Any:
     """Floating inputs in ``dtype``."""
 
-    def one(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
+    def one(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     return {k: one(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(map(one, inputs))
 

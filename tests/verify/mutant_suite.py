@@ -205,9 +205,12 @@ def _differs(subject: Subject, aspect: str, found: Results, bound: float) -> boo
         return difference(truth, found) > STEP_LOW
     if difference(truth, found) == float("inf"):
         return True
-    exact = subject.truth["other inputs"]
+    if "draws" not in subject.truth:
+        original = _plain_experts(copy.deepcopy(subject.model))
+        subject.truth["draws"] = _outputs(subject, original, True, scenarios=_draws(subject))
+    exact = subject.truth["draws"]
     ratios = []
-    for index in range(len(subject.fresh)):
+    for index in range(len(_draws(subject))):
         names = [name for name in exact if name.startswith(f"{index} ")]
         wanted, own, other = ([(name, side[name]) for name in names] for side in (exact, truth, found))
         ratios += row_ratios(wanted, own, other, subject.dtype)
@@ -251,10 +254,27 @@ def _setting(subject: Subject, wide: bool) -> Setting:
     return Setting(widen=torch.float64 if wide else None, hide_padding=subject.reference.hide_padding)
 
 
-def _outputs(subject: Subject, model: nn.Module, wide: bool, training: bool = False, others: bool = True) -> Results:
-    """Of all fresh inputs, or of the first alone."""
+def _draws(subject: Subject) -> list[Scenario]:
+    """Enough inputs that a median over their rows tells a loss of accuracy from noise."""
+    return [other_values(subject.fresh[0], seed) for seed in range(20, 44)]
+
+
+def _rounded(subject: Subject, model: nn.Module) -> Results:
+    """In the model's own precision."""
+    return _outputs(subject, model, False, scenarios=None if subject.dtype is torch.float32 else _draws(subject))
+
+
+def _outputs(
+    subject: Subject,
+    model: nn.Module,
+    wide: bool,
+    training: bool = False,
+    others: bool = True,
+    scenarios: list[Scenario] | None = None,
+) -> Results:
+    """Of all fresh inputs, of the first alone, or of others."""
     found: Results = {}
-    for index, scenario in enumerate(subject.fresh if others else subject.fresh[:1]):
+    for index, scenario in enumerate(scenarios or (subject.fresh if others else subject.fresh[:1])):
         for path, tensor in run(model, replace(scenario, training=training), _setting(subject, wide)):
             if tensor.is_floating_point():
                 found[f"{index} {path}"] = tensor
@@ -303,7 +323,7 @@ def _weights(subject: Subject, model: nn.Module) -> Results:
 ASPECTS: dict[str, tuple[Callable[[Subject, nn.Module], Any], float]] = {
     "outputs": (lambda s, m: _outputs(s, m, True, others=False), EXACT),
     "other inputs": (lambda s, m: _outputs(s, m, True), EXACT),
-    "rounding": (lambda s, m: _outputs(s, m, False), ROUNDED),
+    "rounding": (_rounded, ROUNDED),
     "train mode": (lambda s, m: _outputs(s, m, True, training=True, others=False), EXACT),
     "decoding": (_generated, EXACT),
     "state dict": (_weights, 0.0),

@@ -44,6 +44,7 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
+from te_convert.rewrite.tensor_parallel import is_parallel
 from te_convert.runtime.backend import multiplies_in_tf32
 from te_convert.runtime.doctor import Check, doctor
 from te_convert.stream.api import convert_checkpoint, export
@@ -138,6 +139,7 @@ def convert(
     policy: str = "none",
     gpu: str | None = None,
     tokens: int | None = None,
+    tp_mesh: Any = None,
     progress: Progress | None = None,
 ) -> Result:
     """Replace what Transformer Engine has an equivalent for, prove that the numbers are the same, and report every site.
@@ -166,13 +168,17 @@ def convert(
             only says so, where a GPU is named or present.
         gpu: what to predict for, such as "h100"; this machine's when None.
         tokens: of a training step on it; those of the example inputs when None.
+        tp_mesh: a one-dimensional ``DeviceMesh``: each of its ranks calls convert with the same model and inputs and keeps its part
+            of the Linears and heads that provably form tensor-parallel regions; the others stay whole (``tp.replicated``).
+            ``verify`` also compares the divided model, on its ranks, with the whole one.
         progress: called with (stage, done, total).
 
     Returns:
         A :class:`Result`; ``result.converted`` is False when the model came back unchanged.
 
     Raises:
-        InputError: not a module, weights on meta, an unknown option, or example inputs on which the model itself fails.
+        InputError: not a module, weights on meta, an unknown option, or example inputs on which the model itself fails; a mesh that
+            cannot be used, or ranks with different weights or inputs.
         EnvironmentLacksError: ``backend="te"`` where TE cannot run.
         ConversionError: ``strict`` and something was reverted, not verified, or not observed.
 
@@ -199,6 +205,7 @@ def convert(
         gpu=gpu,
         tokens=tokens,
         progress=progress,
+        tp_mesh=tp_mesh,
     )
     check_model(model)
     require_weights(model)
@@ -254,6 +261,10 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
     """
     check_pair(original, converted, steps)
     scenarios = normalize_inputs(inputs)
+    if is_parallel(converted):
+        raise InputError(
+            "verify does not compare a model that is divided among ranks", "convert(tp_mesh=...) compares it: see report.parity"
+        )
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
     fusions = [record.decision for module in converted.modules() if (record := fused_record(module)) is not None]
@@ -291,6 +302,8 @@ def remap_optimizer(optimizer: Optimizer, result: Result, *, inplace: bool = Fal
     if not isinstance(given[0], Optimizer) or not isinstance(given[1], Result):
         kinds = " and ".join(type(each).__name__ for each in given)
         raise InputError(f"remap_optimizer takes a torch optimizer and the result of convert(), got {kinds}")
+    if is_parallel(result.model):
+        raise InputError("the moments of a tensor-parallel model would be one rank's part", "make the optimizer after convert")
     return optimizers.follow_conversion(optimizer, result.origins, result.model, inplace)
 
 
@@ -325,6 +338,11 @@ def save(result: Result, out: str | Path, *, source: ModelSource | None = None, 
     """
     require(result, Result, "save takes the result of convert()", "keep what convert() returns as a whole")
     directory = as_path(out, "save")
+    if is_parallel(result.model):
+        raise InputError(
+            "a tensor-parallel model is not written as a directory: each rank has a part of it",
+            "save te_convert.original_state_dict(model) on one rank (all have to call it), or convert without tp_mesh and save that",
+        )
     found = source or result.source or source_of(result.model)
     if found is None:
         raise InputError(

@@ -67,6 +67,7 @@ class ConvertConfig:
     gpu: str | None = None
     tokens: int | None = None
     progress: Progress | None = field(default=None, compare=False)
+    tp_mesh: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         self._check_kinds()

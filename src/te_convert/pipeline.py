@@ -25,11 +25,14 @@ from te_convert.estimate.gate import Weighed, benefit_gpu, weigh
 from te_convert.facts.sharing import find_shared
 from te_convert.facts.wrappers import find_wrapper
 from te_convert.match.leaves import LeafPolicy
+from te_convert.match.parallel_regions import Originals
+from te_convert.parallelize import parallelize, ranks_for
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import PLAN_ATTRIBUTE, SITE_ATTRIBUTE, Plan
-from te_convert.reasons import ReasonCode, reason
+from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
 from te_convert.replacements.build import why_not_built
+from te_convert.replacements.specs import MultiheadAttentionSpec, Spec, TransformerLayerSpec
 from te_convert.report.model import Report, build_sites, measure_coverage
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.rewrite.materialize import switch_backend
@@ -37,6 +40,7 @@ from te_convert.rewrite.precision import tell_precision
 from te_convert.rewrite.site import is_converted
 from te_convert.runtime.backend import Backend, choose_backend, multiplies_in_tf32
 from te_convert.runtime.doctor import brief, brief_checks
+from te_convert.runtime.mesh import Ranks
 from te_convert.runtime.probe import describe_environment
 from te_convert.runtime.recipes import why_not_here
 from te_convert.verify.gate import verify_applied
@@ -49,6 +53,9 @@ from te_convert.verify.variants import padded_variants
 
 Converted = tuple[nn.Module, Report, Plan]
 """The converted model (or the model unchanged), the report, and the decisions that the model carries."""
+
+Observed = tuple[Originals, Capture, tuple[Scenario, ...]]
+"""The original, its recorded runs, and the scenarios."""
 
 _OPTIONAL = {
     "gradients": "gradients",
@@ -67,6 +74,7 @@ class Conversion:
 
     def __init__(self, model: nn.Module, config: ConvertConfig, given: tuple[Scenario, ...]) -> None:
         self.original, self.config, self.given = model, config, given
+        self.ranks: Ranks | None = None
         self.backend: Backend = choose_backend(config.backend, model_device(model).type)
         self.timings: dict[str, float] = {}
         self.gpu = benefit_gpu(config)
@@ -89,6 +97,7 @@ class Conversion:
             return self._run()
 
     def _run(self) -> Converted:
+        self.ranks = ranks_for(self.original, self.config.tp_mesh, self.given)
         with self._timed("copy"):
             target, problem = self._copy()
         if target is None:
@@ -103,9 +112,10 @@ class Conversion:
             if not self.config.inplace and self._runs_elsewhere(target, captured):
                 return self._unchanged("a copy runs the modules of the original: a forward is bound to them")
         with self._timed("plan"):
-            plan = self._fit(make_plan(target, captured, self.config, notes))
+            plan = self._fit(make_plan(target, captured, self.config, notes, lacks=self._lacks))
             self.weighed = weigh(plan, target, captured, self.gpu, self.config)
             plan = self.weighed.plan
+        original = Originals.of(target)
         reference = Reference()
         with self._timed("reference"):
             if self.config.verify and plan.converting:
@@ -115,13 +125,20 @@ class Conversion:
         with self._timed("rewrite"):
             applied, plan = self._apply(target, plan, self._build_on(target, reference))
         try:
-            model, report, plan = self._finish(applied, plan, reference)
+            model, report, plan = self._finish(applied, plan, reference, (original, captured, scenarios))
         except BaseException:  # also an interrupt, a failing progress callback or strict: nothing half-made is left behind
             applied.undo_all()
             raise
         if plan.converting:
             model.__dict__[PLAN_ATTRIBUTE] = plan
         return model, report, plan
+
+    def _lacks(self, spec: Spec) -> Reason | None:
+        """Why several modules do not become this one here: the installed TE cannot build it, or it cannot be divided."""
+        if self.ranks is not None and isinstance(spec, MultiheadAttentionSpec | TransformerLayerSpec):
+            return reason(ReasonCode.TP_PARTS, f"{spec.name} is not divided as a whole")
+        why = why_not_built(spec, self.backend.name)
+        return reason(ReasonCode.FUSION_TE_TOO_OLD, why) if why else None
 
     def _fit(self, plan: Plan) -> Plan:
         """Without what the installed Transformer Engine cannot build."""
@@ -132,7 +149,7 @@ class Conversion:
             plan = plan.refuse(fqn, reason(ReasonCode.RUNTIME_TE_TOO_OLD, why)) if why else plan
         return plan
 
-    def _finish(self, applied: Applied, plan: Plan, reference: Reference) -> Converted:
+    def _finish(self, applied: Applied, plan: Plan, reference: Reference, observed: Observed) -> Converted:
         """Verify the rewrite, put failing sites back, and report."""
         parity = Parity("not-verified", self.backend.name, notes=() if plan.converting else ("nothing was converted",))
         with self._timed("verify"):
@@ -142,12 +159,23 @@ class Conversion:
             plan = plan.refuse(site.fqn, reason(ReasonCode.PARITY_FAILED, site.why))
         plan, figures = self._emulate(applied, plan, parity, reference)
         model = applied.model
+        if self.ranks is not None and plan.converting:
+            plan, parity = self._parallelize(model, plan, parity, observed)
         if not plan.converting and not self.config.inplace:
             model = self.original
         report = self._report(plan, parity, figures)
         if self.config.strict:
             _demand_everything(report)
         return model, report, plan
+
+    def _parallelize(self, model: nn.Module, plan: Plan, parity: Parity, observed: Observed) -> tuple[Plan, Parity]:
+        """The last stage: each rank keeps its part."""
+        assert self.ranks is not None
+        original, captured, scenarios = observed
+        config = self.config
+        rounds = multiplies_in_tf32(self.backend.name, model_device(model).type)
+        with self._timed("parallelize"), products_in_tf32() if rounds else nullcontext():
+            return parallelize(model, original, captured, plan, parity, self.ranks, scenarios, config.verify, config.strict)
 
     def _verify(self, applied: Applied, reference: Reference) -> Parity:
         """The gate; where TE's products are TF32, first for the twins with float32's own bounds, then for TE's kernels."""

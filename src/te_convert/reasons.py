@@ -53,6 +53,9 @@ class ReasonCode(str, Enum):
     BENEFIT_FP8_SLOWER = "benefit.fp8-slower"
     BENEFIT_NOT_WORTH_IT = "benefit.not-worth-it"
     RUNTIME_TE_TOO_OLD = "runtime.te-too-old"
+    TP_REPLICATED = "tp.replicated"
+    TP_PARTS = "tp.parts"
+    FUSION_TE_TOO_OLD = "fusion.te-too-old"
     CAPTURE_NO_GRAPH = "capture.no-graph"
     PARAMETER_NEW_OBJECT = "parameter.new-object"
     NORM_ROUNDING = "norm.rounding"
@@ -223,6 +226,21 @@ REASONS: dict[ReasonCode, ReasonInfo] = {
     ReasonCode.RUNTIME_TE_TOO_OLD: ReasonInfo(
         _R,
         "The installed Transformer Engine does not know what this replacement needs: a class, an argument or an activation.",
+        "upgrade transformer-engine, or use backend='reference'",
+    ),
+    ReasonCode.TP_REPLICATED: ReasonInfo(
+        _A,
+        "With tp_mesh, every rank holds this module whole: it is not provably part of a region that can be divided among ranks.",
+        "reshape with -1 in the place of the number of heads, and keep q, k and v in Linears of their own",
+    ),
+    ReasonCode.TP_PARTS: ReasonInfo(
+        _A,
+        "With tp_mesh, the parts of this block are converted one by one: te_convert does not divide a whole block among ranks.",
+        "nothing to do; without tp_mesh the block becomes one TE module",
+    ),
+    ReasonCode.FUSION_TE_TOO_OLD: ReasonInfo(
+        _A,
+        "The installed Transformer Engine cannot build the module that several sites could become; they were converted one by one.",
         "upgrade transformer-engine, or use backend='reference'",
     ),
     ReasonCode.CAPTURE_NO_GRAPH: ReasonInfo(

@@ -117,7 +117,7 @@ def check_arguments(function: Callable[..., Any], recorded: dict[str, Any]) -> N
 
 def test_unknown_arguments_are_errors() -> None:
     with pytest.raises(TypeError):
-        build("LayerNormLinear", {"in_features": 8, "out_features": 8, "tp_size": 2})
+        build("LayerNormLinear", {"in_features": 8, "out_features": 8, "sequence_parallel": True})
     with pytest.raises(TypeError):
         reference.TransformerLayer(8, 8, 2)(torch.zeros(1, 1, 8), is_first_microbatch=True)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from te_convert.capture.values import find_tensors
 
@@ -34,6 +34,7 @@ class AttentionCall:
         positional: arguments given by position.
         bias: shape of a float tensor that is added to the scores, one of ``tensors``; None without one.
         sink: name of the module's own parameter that it passes as ``s_aux``, one of ``tensors``; "" without one.
+        nodes: queries, keys, values and the output [b, s, h, d] in the recorded graph.
     """
 
     fqn: str
@@ -51,13 +52,16 @@ class AttentionCall:
     positional: int
     bias: tuple[int, ...] | None = None
     sink: str = ""
+    nodes: tuple[fx.Node | None, ...] = field(default=(), compare=False)
 
 
 class AttentionListener(Protocol):
     """Takes down what the recorded run shows."""
 
-    def attention_call(self, module: nn.Module, call: Callable[[str], AttentionCall]) -> None:
-        """A module called an attention function; ``call`` builds the entry from the module's name."""
+    def attention_call(
+        self, module: nn.Module, call: Callable[[str], AttentionCall], inputs: list[torch.Tensor], run: Callable[[], Any]
+    ) -> Any:
+        """A module calls an attention function: ``run`` does it, ``call`` builds the entry from the module's name."""
 
 
 def split_options(kwargs: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -122,7 +126,10 @@ def watched_attention(listener: Callable[[], AttentionListener | None]) -> Itera
         def attention(*args: Any, **kwargs: Any) -> Any:
             told = listener()
             if told is not None and _is_usual(args, kwargs):
-                told.attention_call(args[0], _describe(str(attn_implementation), function, args, kwargs))
+                named = dict(zip(LEADING, args, strict=False)) | kwargs
+                inputs = [named[name] for name in LEADING[1:4]]
+                described = _describe(str(attn_implementation), function, args, kwargs)
+                return told.attention_call(args[0], described, inputs, lambda: function(*args, **kwargs))
             return function(*args, **kwargs)
 
         return attention

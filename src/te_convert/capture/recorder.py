@@ -215,10 +215,18 @@ class Recorder(ProducerMap):
         self._bind_mutated([tensor for tensor, version in before if _version(tensor) != version], output, node)
         return output
 
-    def attention_call(self, module: nn.Module, call: Callable[[str], AttentionCall]) -> None:
-        """Note that a module handed its queries, keys and values to a Transformers attention function."""
-        if id(module) in self._names:
-            self._attention.append(call(self._names[id(module)]))
+    def attention_call(
+        self, module: nn.Module, call: Callable[[str], AttentionCall], inputs: list[torch.Tensor], run: Callable[[], Any]
+    ) -> Any:
+        """Note that a module hands its queries, keys and values to a Transformers attention function, and call it."""
+        if id(module) not in self._names:
+            return run()
+        described = call(self._names[id(module)])
+        before = [self._known(tensor) for tensor in inputs]
+        output = run()
+        result = first_tensor(output)
+        self._attention.append(dataclasses.replace(described, nodes=(*before, None if result is None else self._known(result))))
+        return output
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
     def _function_node(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -62,7 +62,7 @@ class Region:
         try:
             with isolated():
                 for node in self.nodes:
-                    env[node] = _run(node, env, modules)
+                    env[node] = run_node(node, env, modules)
         except RegionError:
             raise
         except Exception as error:  # whatever foreign code raises
@@ -105,7 +105,12 @@ def find_region(output: fx.Node, stop: Any) -> Region:
     return Region(tuple(sorted(inputs, key=order.__getitem__)), output, tuple(ordered))
 
 
-def _run(node: fx.Node, env: dict[fx.Node, Any], modules: dict[str, nn.Module]) -> Any:
+def run_node(node: fx.Node, env: dict[fx.Node, Any], modules: dict[str, nn.Module]) -> Any:
+    """One operation on the values of ``env``; dropouts are off.
+
+    Raises:
+        RegionError: a module with parameters or buffers.
+    """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
     args, kwargs = _widened(args), _widened(kwargs)
     if is_dropout(node, modules):

@@ -17,7 +17,7 @@ from te_convert.match.candidate import Candidate, find_candidates
 from te_convert.match.fusion import Fusion
 from te_convert.plan.attentions import attention_decisions, settle_attention
 from te_convert.plan.eager_attention import eager_decisions
-from te_convert.plan.fusions import existing_fusions, fuse_decisions, te_internals
+from te_convert.plan.fusions import Lacks, existing_fusions, fuse_decisions, lacks_nothing, te_internals
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, CallShape, Decision, Outcome, Plan
 from te_convert.plan.pins import excluded, unused_patterns
 from te_convert.plan.trace import Trace
@@ -30,11 +30,17 @@ _RESTRUCTURES = "the model puts other modules into itself when it runs, so nothi
 
 
 def make_plan(
-    model: nn.Module, capture: Capture, config: ConvertConfig, notes: Sequence[str] = (), trace: Trace | None = None
+    model: nn.Module,
+    capture: Capture,
+    config: ConvertConfig,
+    notes: Sequence[str] = (),
+    trace: Trace | None = None,
+    lacks: Lacks = lacks_nothing,
 ) -> Plan:
     """Decide every site of the model.  A rule that fails on a site refuses that site and no other.
 
-    A ``trace`` hears what the rules for blocks and fusions say about its module.
+    A ``trace`` hears what the rules for blocks and fusions say about its module.  Fusions for whose spec ``lacks`` has a reason are
+    not made; smaller ones, or the members' own conversions, take their place.
     """
     rules = load_rules()
     flops_total, flops = recording_flops(model, capture.recordings[0]) if capture.recordings else (0, {})
@@ -50,7 +56,7 @@ def make_plan(
         decision = attention.get(site.fqn) or _decide(site, rules, config, flops.get(site.fqn, 0))
         sites.append((site, decision))
         config.report_progress("plan", index + 1, len(candidates))
-    changed, fusions = fuse_decisions(model, capture, sites, config, trace) if config.fuse else ({}, ())
+    changed, fusions = fuse_decisions(model, capture, sites, config, trace, lacks) if config.fuse else ({}, ())
     attention_fusions = settle_attention(changed, fusions, attention, attention_fusions)
     kept = existing_fusions(model)
     if config.fuse:

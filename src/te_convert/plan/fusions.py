@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -22,10 +22,20 @@ from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision, Ou
 from te_convert.plan.pins import excluded
 from te_convert.plan.trace import Trace
 from te_convert.reasons import Reason, ReasonCode, reason
-from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec
+from te_convert.replacements.specs import LayerNormSpec, LinearSpec, RMSNormSpec, Spec
 from te_convert.rules.base import BlockRule
 from te_convert.rules.registry import BLOCK_RULES, FUSION_RULES
 from te_convert.weights.ops import Move
+
+Lacks = Callable[[Spec], Reason | None]
+"""Why a fusion's TE module cannot be used here, so that its members are looked at one by one; None where it can."""
+
+
+def lacks_nothing(spec: Spec) -> Reason | None:
+    """Every TE module can be used."""
+    del spec
+    return None
+
 
 Sites = Sequence[tuple[Candidate, "Decision | None"]]
 """Every module with what the leaf rules decided; None for one that they have nothing to say about."""
@@ -45,11 +55,16 @@ class _Sites:
 
 
 def fuse_decisions(
-    model: nn.Module, capture: Capture, sites: Sites, config: ConvertConfig, trace: Trace | None = None
+    model: nn.Module,
+    capture: Capture,
+    sites: Sites,
+    config: ConvertConfig,
+    trace: Trace | None = None,
+    lacks: Lacks = lacks_nothing,
 ) -> tuple[dict[str, Decision], tuple[Fusion, ...]]:
     """Decisions that a fusion changes or that have something to say about one, by name, and the fusions."""
     known = _sort(model, capture, sites, config)
-    result = _Result({site.fqn: decision for site, decision in sites if decision is not None}, trace=trace)
+    result = _Result({site.fqn: decision for site, decision in sites if decision is not None}, lacks, trace=trace)
     _ask_about_blocks(known, sites, result)
     for name, norm in known.norms.items():
         if name in result.taken:
@@ -81,6 +96,7 @@ class _Result:
     """
 
     decisions: dict[str, Decision]
+    lacks: Lacks
     changed: dict[str, Decision] = field(default_factory=dict)
     fusions: list[Fusion] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
@@ -95,7 +111,17 @@ class _Result:
         self.changed[fqn] = replace(before, reasons=(*before.reasons, *reasons))
 
     def add(self, fusion: Fusion, whole: bool = False) -> None:
-        """Accept a fusion under a name of its own; its members become part of it, with ``whole`` whatever they were."""
+        """Accept a fusion under a name of its own; its members become part of it, with ``whole`` whatever they were.
+
+        One whose TE module cannot be used here is not accepted: its members hear why, and are free for what else there is.
+        """
+        why = self.lacks(fusion.spec)
+        if why is not None:
+            for member in fusion.members:
+                before = self.changed.get(member.fqn, self.decisions.get(member.fqn))
+                if before is not None and before.outcome is Outcome.CONVERTED and why not in before.reasons:
+                    self.advise(member.fqn, (why,))
+            return
         names = {other.fqn for other in self.fusions}
         fqn = fusion.fqn
         while fqn in names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from te_convert.reference.masks import (
     resolve_masking,
 )
 from te_convert.reference.module import TwinModule, compute_dtype, without_autocast
+from te_convert.reference.parallel import ranks_of, share
 from te_convert.reference.precision import autocast_dtype
 from te_convert.reference.unsupported import require
 
@@ -49,6 +51,8 @@ class DotProductAttention(TwinModule):
         softmax_scale: ``1 / sqrt(d)`` when None.
         softmax_type: "vanilla"; "off-by-one" and "learnable" add a sink to the denominator, the latter the float32 parameter
             ``softmax_offset`` [h].
+        tp_group: process group of the ranks that hold the other heads; h and the groups are those of all ranks together.
+        tp_size: their number, where there is no group.
 
     Source: ``attention/dot_product_attention/``.
     """
@@ -68,10 +72,15 @@ class DotProductAttention(TwinModule):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        tp_group: Any = None,
+        tp_size: int = 1,
     ) -> None:
         super().__init__()
+        self.tp_group, self.tp_size = tp_group, ranks_of(tp_group, tp_size)
+        num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        num_attention_heads = share(num_attention_heads, self.tp_size)
         self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.num_gqa_groups = share(num_gqa_groups, self.tp_size)
         require(num_attention_heads % self.num_gqa_groups == 0, "num_attention_heads is no multiple of num_gqa_groups")
         self.head_dims = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
         self.attention_dropout, self.softcap = attention_dropout, _checked_softcap(softcap)

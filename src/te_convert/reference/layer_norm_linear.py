@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from te_convert.reference.parallel import enter_region, local_sizes, ranks_of
 from te_convert.reference.precision import activation_input, add_norm_parameters, normalize
 from te_convert.reference.projection import ParametersSplit, SplitWeights
+from te_convert.reference.unsupported import require
 
 
 class LayerNormLinear(SplitWeights):
@@ -24,6 +28,7 @@ class LayerNormLinear(SplitWeights):
         parameters_split: names of row blocks of the weight, with or without their sizes: ``{name}_weight``, ``{name}_bias``.
         zero_centered_gamma: keep the norm's weight minus one.
         device: device of the parameters; "meta" allocates nothing.
+        parallel_mode: None or "column", with ``tp_group`` and ``tp_size`` as of the twin of te.Linear.
 
     Shapes: input [..., in_features]; ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias`` [in_features];
     ``weight`` [out_features, in_features]; ``bias`` [out_features]; output [..., out_features].
@@ -45,8 +50,16 @@ class LayerNormLinear(SplitWeights):
         parameters_split: ParametersSplit | None = None,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
     ) -> None:
         super().__init__()
+        self.parallel_mode, self.tp_size = parallel_mode, ranks_of(tp_group, tp_size)
+        self.tp_group = None if parallel_mode is None else tp_group
+        require(parallel_mode in (None, "column"), f"parallel_mode {parallel_mode!r} is neither None nor 'column'")
+        require(parallel_mode is None or parameters_split is None, "parameters_split is not supported with parallel_mode")
+        in_features, out_features = local_sizes(in_features, out_features, parallel_mode, self.tp_size)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -74,7 +87,7 @@ class LayerNormLinear(SplitWeights):
             normalization=self.normalization,
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        out, bias = self._project(normed)
+        out, bias = self._project(enter_region(normed, self.tp_group))
         outputs: tuple[Tensor | None, ...] = (out,)
         if self.return_bias:
             outputs += (bias,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from te_convert.reference.activations import activate, check_activation, is_gated
 from te_convert.reference.emulation import linear
 from te_convert.reference.module import TwinModule
+from te_convert.reference.parallel import enter_region, leave_region, ranks_of, share
 from te_convert.reference.precision import activation_input, add_norm_parameters, empty_weight, normalize
 
 
@@ -29,6 +31,8 @@ class LayerNormMLP(TwinModule):
         return_layernorm_output: return the normalised input as well.
         zero_centered_gamma: keep the norm's weight minus one.
         device: device of the parameters; "meta" allocates nothing.
+        set_parallel_mode: fc1 is column-parallel and fc2 row-parallel, with ``tp_group`` and ``tp_size`` as of te.Linear's twin;
+            each rank's fc1 has its part of both halves of a gated activation.
 
     Shapes: input and output [..., hidden_size]; ``layer_norm_weight`` and, for LayerNorm, ``layer_norm_bias`` [hidden_size];
     ``fc1_weight`` [ffn_hidden_size, hidden_size], or [2 * ffn_hidden_size, hidden_size] for a gated activation with the rows
@@ -52,9 +56,15 @@ class LayerNormMLP(TwinModule):
         return_layernorm_output: bool = False,
         zero_centered_gamma: bool = False,
         device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
     ) -> None:
         super().__init__()
         check_activation(activation, activation_params)
+        self.set_parallel_mode, self.tp_group = set_parallel_mode, tp_group if set_parallel_mode else None
+        self.tp_size = ranks_of(tp_group, tp_size)
+        ffn_hidden_size = share(ffn_hidden_size, self.tp_size) if set_parallel_mode else ffn_hidden_size
         self.use_bias, self.return_bias, self.return_layernorm_output = bias, return_bias, return_layernorm_output
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.activation, self.activation_params = activation, activation_params
@@ -89,9 +99,14 @@ class LayerNormMLP(TwinModule):
             normalization=self.normalization,
             zero_centered_gamma=self.zero_centered_gamma,
         )
-        inner = linear(self, normed, self.fc1_weight, self.fc1_bias, "fc1")
+        inner = linear(self, enter_region(normed, self.tp_group), self.fc1_weight, self.fc1_bias, "fc1")
         hidden = activate(self.activation, inner, self.activation_params)
-        out = linear(self, hidden, self.fc2_weight, None if self.return_bias else self.fc2_bias, "fc2")
+        added = None if self.return_bias else self.fc2_bias
+        if self.set_parallel_mode:
+            out = leave_region(linear(self, hidden, self.fc2_weight, None, "fc2"), self.tp_group)
+            out = out if added is None else out + added.to(out.dtype)
+        else:
+            out = linear(self, hidden, self.fc2_weight, added, "fc2")
         outputs: tuple[Tensor | None, ...] = (out,)
         if self.return_bias:
             outputs += (None if self.fc2_bias is None else self.fc2_bias.to(out.dtype),)

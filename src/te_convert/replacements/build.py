@@ -18,6 +18,7 @@ from torch import nn
 from te_convert import reference
 from te_convert.errors import EnvironmentLacksError
 from te_convert.replacements.experts import META, experts_class, grouped_arguments
+from te_convert.replacements.parallel import Parallel, parallel_arguments
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
     GroupedExpertsSpec,
@@ -70,8 +71,10 @@ def why_not_built(spec: Spec, backend: str) -> str:
         return str(error)
 
 
-def new_module(cls: type[nn.Module], spec: Spec, backend: str) -> Any:
+def new_module(cls: type[nn.Module], spec: Spec, backend: str, parallel: Parallel | None = None) -> Any:
     """An instance of ``cls``, which is the backend's class for ``spec`` or derived from it, with its parameters on meta.
+
+    With ``parallel`` it is one rank's part of the module.
 
     Raises:
         EnvironmentLacksError: the installed Transformer Engine is too old for the spec.
@@ -79,7 +82,13 @@ def new_module(cls: type[nn.Module], spec: Spec, backend: str) -> Any:
     why = why_not_built(spec, backend)
     if why:
         raise EnvironmentLacksError(f"the installed Transformer Engine is too old: {why}", "upgrade transformer-engine")
-    args, kwargs = constructor_arguments(spec, module_class(spec, backend))
+    base = module_class(spec, backend)
+    args, kwargs = constructor_arguments(spec, base)
+    if parallel is not None:
+        kwargs |= parallel_arguments(spec, parallel)
+        why = lacks(spec, base, args, kwargs)
+        if why:
+            raise EnvironmentLacksError(f"the installed Transformer Engine is too old: {why}", "upgrade transformer-engine")
     return cls(*args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,7 +97,10 @@ class AttentionRecord(FusedRecord):
         """What the TE module was built from."""
         spec = self.decision.spec
         assert isinstance(spec, DotProductAttentionSpec)
-        return spec
+        if self.parallel is None:
+            return spec
+        heads, groups = spec.num_attention_heads // self.parallel.size, spec.num_gqa_groups // self.parallel.size
+        return dataclasses.replace(spec, num_attention_heads=heads, num_gqa_groups=groups)
 
     def _plan(self, call: AttentionInput) -> AttentionRun | None:
         if not fits_module(call, self.spec, self.module, self.backend) or not understands(call, self.spec, self.module):
@@ -153,6 +157,7 @@ class AttentionRecord(FusedRecord):
         memo[id(self)] = new
         new.module, new.scope = copy.deepcopy(self.module, memo), copy.deepcopy(self.scope, memo)
         new.members, new.configs = copy.deepcopy(self.members, memo), copy.deepcopy(self.configs, memo)
+        new.parallel, new.cuts, new.whole = self.parallel, self.cuts, self.whole
         return new
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from te_convert.match.fusion import Fusion
 from te_convert.plan.model import SITE_ATTRIBUTE
+from te_convert.replacements.parallel import Parallel
 from te_convert.rewrite.carry_over import find_hooks, remove_hook
 from te_convert.rewrite.lazy import LazyNorm, can_defer, saving, unwrap, versions_of
 from te_convert.rewrite.lazy_scores import LazyScores, unwrap_scores
@@ -51,6 +52,9 @@ class FusedRecord:
         apart: original vectors whose memory the TE module does not share, by source name; a perturbation has to reach them too.
         shared: for a fusion without a norm, what waits for its readers.
         switches: (module, attribute, old value) changed so that the members run at all; undone with the fusion.
+        parallel: which part of the module this rank has; None for all of it.
+        cuts: parameter → (dimension, segments) of those that are divided.
+        whole: ``decision`` before the module was divided.
     """
 
     decision: Fusion
@@ -68,6 +72,9 @@ class FusedRecord:
     apart: dict[str, nn.Parameter] = field(default_factory=dict)
     shared: SharedInput = field(default_factory=SharedInput)
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    parallel: Parallel | None = None
+    cuts: dict[str, Any] = field(default_factory=dict)
+    whole: Fusion | None = None
 
     def role(self, role: str) -> list[nn.Module]:
         """The members with a role."""
@@ -178,6 +185,7 @@ class FusedRecord:
         new.members = copy.deepcopy(self.members, memo)
         new.own_children, new.owner_children = self.own_children, copy.deepcopy(self.owner_children, memo)
         new.switches = copy.deepcopy(self.switches, memo)
+        new.parallel, new.cuts, new.whole = self.parallel, self.cuts, self.whole
         return new
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def accept_original(scope: nn.Module, state_dict: dict[str, Any], prefix: str, *
     names = module_names(scope) if fused else {}
     for module in fused:
         record = module.__dict__[SITE_ATTRIBUTE]
-        for op in record.decision.weights.ops:
+        for op in (record.whole or record.decision).weights.ops:
             keys = [prefix + source for source in op.sources]
             if keys and all(key in state_dict for key in keys):
                 tensor = op.forward([state_dict[key] for key in keys])

@@ -15,13 +15,17 @@ import torch
 from torch import nn
 
 from te_convert.facts.wrappers import is_sharded
+from te_convert.reference.parallel import enter_region, leave_region
+from te_convert.replacements.parallel import Parallel
 from te_convert.rewrite.lazy import unwrap
-from te_convert.weights.ops import Move, gather
+from te_convert.weights.ops import Move, Transpose, gather
 
 if TYPE_CHECKING:
     from te_convert.rewrite.fused import FusedRecord
 
 LOANS = "_te_convert_loans"
+PARALLEL = "_te_convert_parallel"
+"""Where a Linear of a tensor-parallel fusion keeps how its weight is divided."""
 _ORDER = "_te_convert_order"
 """Where a borrower keeps the names of all parameters that it had, in their order."""
 
@@ -100,7 +104,28 @@ class Borrower(nn.Module):
         """The original class's forward on the borrowed parameters, and on values of lazy tensors."""
         self._check_gathered(args)
         values = {name: unwrap(value) for name, value in kwargs.items()}
+        parallel: Parallel | None = self.__dict__.get(PARALLEL)
+        if parallel is not None:
+            (x,) = (*map(unwrap, args), *values.values())
+            return self._eager_part(parallel, x)
         return self._te_base.forward(self, *map(unwrap, args), **values)
+
+    def _eager_part(self, parallel: Parallel, x: torch.Tensor) -> torch.Tensor:
+        """What a Linear of which this rank has a part computes, with the exchanges that TE's module would make."""
+        weight, bias, transposed = None, None, False
+        for loan in self.__dict__[LOANS].values():
+            tensor = loan.read()
+            if tensor.dim() == 1:
+                bias = tensor
+            else:
+                op = loan.pieces[0][0]
+                weight, transposed = tensor, isinstance(op, Transpose) or bool(getattr(op, "transposed", False))
+        assert weight is not None
+        weight = weight.t() if transposed else weight
+        if parallel.mode == "column":
+            return nn.functional.linear(enter_region(x, parallel.group), weight, bias)
+        y = leave_region(nn.functional.linear(x, weight), parallel.group)
+        return y if bias is None else y + bias
 
     def _check_gathered(self, args: tuple[Any, ...]) -> None:
         """FSDP2 gathers the parameters of one unit at a time; a member in another unit than its fused module finds them sharded."""

@@ -90,28 +90,33 @@ def switch_modules(found: list[nn.Module], backend: str) -> int:
     modules: list[Any] = [module for module in found if module.__dict__[SITE_ATTRIBUTE].backend != backend]
     made = [(module, *_before_and_after(module, backend)) for module in modules]
     for module, old, new in made:
-        _become(module, old, new)
-        record = module.__dict__[SITE_ATTRIBUTE]
-        record.backend = backend
-        if isinstance(record, FusedRecord):
-            record.own_children = tuple(new._modules)
-            originals = record.role("owner")
-        else:
-            originals = [record.original]
-        for original in originals:
-            carry_attributes(original, module)
-        for name, part in module.named_modules():
-            if PLACE in part.__dict__ and name in dict(new.named_modules()):
-                part.__dict__[PLACE] = (module, name)
-                part.training = module.training
+        rebuild(module, old, new)
+        module.__dict__[SITE_ATTRIBUTE].backend = backend
     return len(made)
+
+
+def rebuild(module: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Make a converted module, constructed as ``old`` was, one that was constructed as ``new`` was; parameters stay."""
+    _become(module, old, new)
+    record: Any = module.__dict__[SITE_ATTRIBUTE]
+    if isinstance(record, FusedRecord):
+        record.own_children = tuple(new._modules)
+        originals = record.role("owner")
+    else:
+        originals = [record.original]
+    for original in originals:
+        carry_attributes(original, module)
+    for name, part in module.named_modules():
+        if PLACE in part.__dict__ and name in dict(new.named_modules()):
+            part.__dict__[PLACE] = (module, name)
+            part.training = module.training
 
 
 def _before_and_after(module: nn.Module, backend: str) -> tuple[nn.Module, nn.Module]:
     """What the constructors of the backend that a module has, and of the one that it gets, make."""
     record: Any = module.__dict__[SITE_ATTRIBUTE]
     classes: Any = ((type(module), record.backend), (site_class(record.decision.spec, backend), backend))
-    old, new = (build_converted(cls, record.decision, name) for cls, name in classes)
+    old, new = (build_converted(cls, record.decision, name, record.parallel) for cls, name in classes)
     return old, new
 
 

@@ -91,6 +91,9 @@ def deepcopy_module(module: nn.Module, memo: Any) -> nn.Module:
     """``copy.deepcopy`` of a module whose ``__reduce_ex__`` is for pickling only."""
     new = module.__class__.__new__(module.__class__)
     memo[id(module)] = new
+    parallel = getattr(module.__dict__.get(SITE_ATTRIBUTE), "parallel", None)
+    if parallel is not None:  # a copy belongs to the same ranks
+        memo[id(parallel.group)] = parallel.group
     nn.Module.__setstate__(new, copy.deepcopy(module.__dict__, memo))
     return new
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.replacements.build import new_module
+from te_convert.replacements.parallel import Parallel
 from te_convert.rewrite.loans import holder_of
 from te_convert.rewrite.nested import deepcopy_module, quiet_children, te_parts
 
@@ -23,6 +24,8 @@ class Portable(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         record = self.__dict__.get(SITE_ATTRIBUTE)
+        if record is not None and record.parallel is not None:
+            raise TypeError("a tensor-parallel module belongs to its process group and cannot be pickled; save its state dict")
         if record is None or record.backend != "te":
             return super().__reduce_ex__(protocol)
         arguments = (type(self), record.decision, record.backend)
@@ -48,9 +51,9 @@ class Portable(nn.Module):
         return deepcopy_module(self, memo)
 
 
-def build_converted(cls: type[nn.Module], decision: Any, backend: str) -> nn.Module:
-    """A converted module with its parameters on meta."""
-    module: nn.Module = new_module(cls, decision.spec, backend)
+def build_converted(cls: type[nn.Module], decision: Any, backend: str, parallel: Parallel | None = None) -> nn.Module:
+    """A converted module, or one rank's part of it, with its parameters on meta."""
+    module: nn.Module = new_module(cls, decision.spec, backend, parallel)
     quiet_children(module, decision.weights)
     return module
 

@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from te_convert.match.groups import inside
+from te_convert.match.parallel_regions import divide
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.reference.emulation import active as emulated
 from te_convert.reference.emulation import high_precision
 from te_convert.replacements.build import module_class
+from te_convert.replacements.parallel import Parallel
 from te_convert.replacements.recipes import rows_multiple
 from te_convert.replacements.specs import (
     DotProductAttentionSpec,
@@ -52,6 +54,8 @@ class SiteRecord:
         incoming: layout ("te" or "original") of the state dict being loaded, told by the root's load hook; square weights
             cannot show it themselves.
         switches: (module, attribute, old value) changed so that the site runs at all; undone with it.
+        parallel: which part of the module this rank has; None for all of it.
+        cuts: parameter → (dimension, segments) of those that are divided.
     """
 
     decision: Decision
@@ -59,6 +63,8 @@ class SiteRecord:
     backend: str
     incoming: str | None = None
     switches: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    parallel: Parallel | None = None
+    cuts: dict[str, Any] = field(default_factory=dict)
 
 
 def get_record(module: nn.Module) -> SiteRecord:
@@ -130,9 +136,19 @@ class TEState(Portable):
         if problem is not None:
             error_msgs.append(problem)
             return
+        _take_part(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         forgiven = {prefix + EXTRA_STATE} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
         missing_keys[:] = [key for key in missing_keys if key not in forgiven]
+
+
+def _take_part(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Of whole tensors for a module that is divided among ranks, this rank's part."""
+    record = module.__dict__[SITE_ATTRIBUTE]
+    for name, (dim, segments) in record.cuts.items():
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, torch.Tensor) and tensor.dim() > dim and tensor.shape[dim] == sum(length for length, _ in segments):
+            state_dict[prefix + name] = divide(tensor, dim, segments, record.parallel.rank, record.parallel.size)
 
 
 class Site(TEState):

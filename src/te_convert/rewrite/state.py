@@ -17,8 +17,10 @@ from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.loans import original_layout
 from te_convert.rewrite.nested import te_parts
 from te_convert.rewrite.optimizer import move_optimizer, plan_back
+from te_convert.rewrite.rollback import all_or_nothing
 from te_convert.rewrite.site import LAYOUT_KEY, get_record, is_converted
 from te_convert.rewrite.state_keys import EXTRA_STATE
+from te_convert.rewrite.tensor_parallel import is_parallel, unsplit_model, whole_parameters
 from te_convert.weights.ops import Fill, Transpose, WeightMap
 
 _CONVERTED = "pass the converted model"
@@ -52,12 +54,18 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
     """The complete state in TE's layout: as real TE modules would have it.
 
     Unlike ``model.state_dict()`` it includes the constants that TE needs and the original lacks (a norm's zero bias) and the empty
-    ``_extra_state`` entries, so it loads strictly into plain TE modules of the same names.
+    ``_extra_state`` entries, so it loads strictly into plain TE modules of the same names.  Of a model that is divided among
+    tensor-parallel ranks it has the whole tensors; all ranks have to call it.
 
     Raises:
         InputError: not a module.
     """
     require_module(model, "te_state_dict", _CONVERTED)
+    with whole_parameters(model):
+        return _te_state(model)
+
+
+def _te_state(model: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = dict(model.state_dict())
     names = module_names(model)
     for _, module in converted_modules(model):
@@ -75,12 +83,18 @@ def te_state_dict(model: nn.Module) -> dict[str, Any]:
 def original_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state in the original model's layout: its keys, in its order, with its shapes.
 
-    Tensors share memory with the model where the layout is the same; transposed ones are copies.
+    Tensors share memory with the model where the layout is the same; transposed ones are copies.  Of a model that is divided among
+    tensor-parallel ranks it has the whole tensors; all ranks have to call it.
 
     Raises:
         InputError: not a module.
     """
     require_module(model, "original_state_dict", _CONVERTED)
+    with whole_parameters(model):
+        return _original_state(model)
+
+
+def _original_state(model: nn.Module) -> dict[str, Any]:
     sites = _sites_by_prefix(model)
     result: dict[str, Any] = OrderedDict()
     with original_layout():
@@ -134,13 +148,24 @@ def revert(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     Returns:
         The root: ``model`` itself, or the original when the root was converted.
 
+    A model that is divided among tensor-parallel ranks is put together first; all ranks have to take part.
+
     Raises:
-        InputError: not a module; or, with the model put back already, the optimizer's state cannot be moved.
+        InputError: not a module; or the optimizer's state cannot be moved.  After this or any other exception model and optimizer
+            are as they were.
     """
     require_module(model, "revert", _CONVERTED)
-    links = None if optimizer is None else plan_back(model)
-    for _, module in converted_modules(model):
-        model = restore_site(model, module)
-    if optimizer is not None and links is not None:
-        move_optimizer(optimizer, links(model), inplace=True)
+    if is_parallel(model):
+        if optimizer is not None:
+            raise InputError(
+                "the optimizer of a tensor-parallel model has the state of one rank's part",
+                "revert the model, make a new optimizer",
+            )
+        unsplit_model(model)
+    with all_or_nothing(model, optimizer):
+        links = None if optimizer is None else plan_back(model)
+        for _, module in converted_modules(model):
+            model = restore_site(model, module)
+        if optimizer is not None and links is not None:
+            move_optimizer(optimizer, links(model), inplace=True)
     return model

@@ -341,7 +341,7 @@ def save(result: Result, out: str | Path, *, source: ModelSource | None = None, 
     if is_parallel(result.model):
         raise InputError(
             "a tensor-parallel model is not written as a directory: each rank has a part of it",
-            "save te_convert.original_state_dict(model) on one rank (all have to call it), or convert without tp_mesh and save that",
+            "save te_convert.original_state_dict(model) on one rank (all have to call it), or convert without tp_mesh",
         )
     found = source or result.source or source_of(result.model)
     if found is None:

@@ -39,7 +39,8 @@ class Attention(nn.Module):
         q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).reshape(*x.shape) if self.fixed else y.transpose(1, 2).flatten(2)
-        return self.out(y)
+        out: Tensor = self.out(y)
+        return out
 
 
 class Packed(nn.Module):
@@ -56,7 +57,8 @@ class Packed(nn.Module):
         parts = qkv.split(WIDTH, dim=-1) if self.fixed else qkv.chunk(3, dim=-1)
         q, k, v = (part.view(batch, length, -1, WIDTH // HEADS).transpose(1, 2) for part in parts)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
+        return out
 
 
 class Mlp(nn.Module):
@@ -68,7 +70,8 @@ class Mlp(nn.Module):
         self.activation = activation or nn.GELU(approximate="tanh")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
+        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -98,7 +101,8 @@ class Net(nn.Module):
         x = self.embed(input_ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        out: Tensor = self.head(self.norm(x))
+        return out
 
 
 def bert() -> Any:

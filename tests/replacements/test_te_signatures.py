@@ -147,7 +147,7 @@ def test_an_argument_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert why_not_built(mlp, "reference") == ""
 
 
-def test_a_site_that_the_release_cannot_build_is_left_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_fusion_that_the_release_cannot_build_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     te_releases.install(monkeypatch, "2.7")
     monkeypatch.setattr(backend, "_why_not_te", lambda device_type: "")
     model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32))
@@ -162,9 +162,21 @@ def test_a_site_that_the_release_cannot_build_is_left_with_the_reason(monkeypatc
             return y
 
     block = Block()
-    result = te_convert.convert(block, (torch.randn(2, 4, 32),), backend="te")
+    result = te_convert.convert(block, (torch.randn(2, 4, 32),), backend="te", verify=False)
+    told = {site.fqn: [r for r in site.reasons if r.code == ReasonCode.FUSION_TE_TOO_OLD.value] for site in result.report.sites}
+    assert all(len(told[fqn]) == 1 and "'silu'" in told[fqn][0].detail for fqn in ("norm", "mlp.1", "mlp.3"))
+    assert [(d.fqn, d.replacement) for d in result.plan.converting] == [
+        ("norm", "te.LayerNormLinear"), ("mlp.1", "te.LayerNormLinear"), ("mlp.3", "te.Linear"),
+    ]  # fmt: skip
+
+
+def test_a_site_that_the_release_cannot_build_is_left_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    te = te_releases.install(monkeypatch, "2.7")
+    del te.LayerNorm
+    monkeypatch.setattr(backend, "_why_not_te", lambda device_type: "")
+    result = te_convert.convert(nn.Sequential(nn.LayerNorm(32), nn.ReLU()), (torch.randn(2, 4, 32),), backend="te")
     assert not result.converted
-    reasons = {site.fqn: site.reasons[-1] for site in result.report.sites if site.reasons}
-    assert {found.code for found in reasons.values()} == {ReasonCode.RUNTIME_TE_TOO_OLD.value}
-    assert set(reasons) == {"norm", "mlp.1", "mlp.3"}
-    assert all("'silu'" in found.detail and "upgrade" in found.hint for found in reasons.values())
+    (found,) = result.report.sites[0].reasons
+    assert found.code == ReasonCode.RUNTIME_TE_TOO_OLD.value
+    assert "no LayerNorm" in found.detail
+    assert "upgrade" in found.hint

@@ -63,6 +63,11 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor]:
             parameter.data = value
 
 
+def generated(model: Any, batch: Tensor) -> Any:
+    """Six more tokens, greedily, with a cache."""
+    return model.generate(batch, max_new_tokens=6, do_sample=False).tolist()
+
+
 def steps(model: Any, count: int) -> list[float]:
     """Losses of AdamW on the same rows on every rank; its eps is above rounding noise."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4), []
@@ -97,7 +102,7 @@ def divides(name: str) -> Callable[[DeviceMesh, Path], Figures]:
         figures["gradients"] = apart(wanted, found)
         off = [record for module in model.modules() if (record := fused_record(module)) is not None]
         if name == "llama":
-            figures["tokens"] = [each.generate(batch, max_new_tokens=6, do_sample=False).tolist() for each in (original, model)]
+            figures["tokens"] = [generated(each, batch) for each in (original, model)]
         figures["fallbacks"] = sum(record.fallbacks for record in off)
         figures["off"] = alone(original, model, off, batch)
         for each in (original, model):
@@ -232,7 +237,8 @@ def caught(mesh: DeviceMesh, folder: Path) -> Figures:
     right = module.divide
 
     def wrong(tensor: Tensor, dim: int, segments: Any, rank: int, size: int) -> Tensor:
-        return right(tensor, dim, segments, size - 1 - rank if dim == 1 else rank, size)
+        part: Tensor = right(tensor, dim, segments, size - 1 - rank if dim == 1 else rank, size)
+        return part
 
     module.divide = wrong
     try:

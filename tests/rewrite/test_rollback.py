@@ -45,7 +45,8 @@ def test_a_site_that_fails(name: str, after: int, monkeypatch: pytest.MonkeyPatc
     """It goes on as a copy does that nobody tried to revert, and can be reverted afterwards."""
     (model, optimizer), (twin, other) = prepared(name), prepared(name)
     before = facts(model, optimizer)
-    right, calls = state.restore_site, 0
+    module_: Any = state
+    right, calls = module_.restore_site, 0
 
     def fails(root: Any, module: Any) -> Any:
         nonlocal calls

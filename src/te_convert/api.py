@@ -44,7 +44,7 @@ from te_convert.rewrite.state import (
     revert,
     te_state_dict,
 )
-from te_convert.rewrite.tensor_parallel import is_parallel
+from te_convert.rewrite.tensor_parallel import refuse_parallel
 from te_convert.runtime.backend import multiplies_in_tf32
 from te_convert.runtime.doctor import Check, doctor
 from te_convert.stream.api import convert_checkpoint, export
@@ -261,10 +261,7 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
     """
     check_pair(original, converted, steps)
     scenarios = normalize_inputs(inputs)
-    if is_parallel(converted):
-        raise InputError(
-            "verify does not compare a model that is divided among ranks", "convert(tp_mesh=...) compares it: see report.parity"
-        )
+    refuse_parallel(converted, "verify")
     if not scenarios:
         raise InputError("verify needs inputs", "pass the inputs to compare on")
     fusions = [record.decision for module in converted.modules() if (record := fused_record(module)) is not None]
@@ -302,8 +299,7 @@ def remap_optimizer(optimizer: Optimizer, result: Result, *, inplace: bool = Fal
     if not isinstance(given[0], Optimizer) or not isinstance(given[1], Result):
         kinds = " and ".join(type(each).__name__ for each in given)
         raise InputError(f"remap_optimizer takes a torch optimizer and the result of convert(), got {kinds}")
-    if is_parallel(result.model):
-        raise InputError("the moments of a tensor-parallel model would be one rank's part", "make the optimizer after convert")
+    refuse_parallel(result.model, "remap")
     return optimizers.follow_conversion(optimizer, result.origins, result.model, inplace)
 
 
@@ -338,11 +334,7 @@ def save(result: Result, out: str | Path, *, source: ModelSource | None = None, 
     """
     require(result, Result, "save takes the result of convert()", "keep what convert() returns as a whole")
     directory = as_path(out, "save")
-    if is_parallel(result.model):
-        raise InputError(
-            "a tensor-parallel model is not written as a directory: each rank has a part of it",
-            "save te_convert.original_state_dict(model) on one rank (all have to call it), or convert without tp_mesh",
-        )
+    refuse_parallel(result.model, "save")
     found = source or result.source or source_of(result.model)
     if found is None:
         raise InputError(

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from te_convert.match.groups import inside
-from te_convert.match.parallel_regions import divide
 from te_convert.plan.model import SITE_ATTRIBUTE, Decision
 from te_convert.reference.emulation import active as emulated
 from te_convert.reference.emulation import high_precision
@@ -38,7 +37,7 @@ from te_convert.rewrite.lazy import LazyNorm, unwrap
 from te_convert.rewrite.loans import in_original_layout, save_loans
 from te_convert.rewrite.portable import Portable
 from te_convert.rewrite.rows import PADDED, run_padded
-from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state
+from te_convert.rewrite.state_keys import EXTRA_STATE, drop_empty_extra_state, take_part
 from te_convert.weights.ops import Fill, Move, Transpose, WeightMap
 
 LAYOUT_KEY = "te_convert_layout"
@@ -136,19 +135,10 @@ class TEState(Portable):
         if problem is not None:
             error_msgs.append(problem)
             return
-        _take_part(self, state_dict, prefix)
+        take_part(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         forgiven = {prefix + EXTRA_STATE} | {prefix + op.dest for op in _weights(self).ops if isinstance(op, Fill)}
         missing_keys[:] = [key for key in missing_keys if key not in forgiven]
-
-
-def _take_part(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Of whole tensors for a module that is divided among ranks, this rank's part."""
-    record = module.__dict__[SITE_ATTRIBUTE]
-    for name, (dim, segments) in record.cuts.items():
-        tensor = state_dict.get(prefix + name)
-        if isinstance(tensor, torch.Tensor) and tensor.dim() > dim and tensor.shape[dim] == sum(length for length, _ in segments):
-            state_dict[prefix + name] = divide(tensor, dim, segments, record.parallel.rank, record.parallel.size)
 
 
 class Site(TEState):

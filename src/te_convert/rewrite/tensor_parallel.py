@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from te_convert.errors import InputError
 from te_convert.match.parallel_regions import assemble, divide
 from te_convert.plan.model import SITE_ATTRIBUTE
 from te_convert.plan.tensor_parallel import Split
@@ -30,6 +31,19 @@ Cut = tuple[int, tuple[tuple[int, int], ...]]
 Wholes = dict[int, Tensor]
 """id of a Parameter → its values on all ranks together."""
 
+_REFUSED = {
+    "save": (
+        "a tensor-parallel model is not written as a directory: each rank has a part of it",
+        "save te_convert.original_state_dict(model) on one rank (all have to call it), or convert without tp_mesh",
+    ),
+    "verify": (
+        "verify does not compare a model that is divided among ranks",
+        "convert(tp_mesh=...) compares it: see report.parity",
+    ),
+    "remap": ("the moments of a tensor-parallel model would be one rank's part", "make the optimizer after convert"),
+}
+"""Use → what is the matter, what to do."""
+
 _MODES = {"gate": "column", "up": "column", "fc1": "column", "linear": "column", "fc2": "row"}
 """Role of a member → how its part of the weight is divided."""
 
@@ -43,6 +57,16 @@ def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def is_parallel(model: nn.Module) -> bool:
     """Whether a model is divided among ranks."""
     return bool(parallel_modules(model))
+
+
+def refuse_parallel(model: nn.Module, use: str) -> None:
+    """For what a model that is divided among ranks cannot do, a key of ``_REFUSED``.
+
+    Raises:
+        InputError: the model is one.
+    """
+    if is_parallel(model):
+        raise InputError(*_REFUSED[use])
 
 
 def tied_modules(model: nn.Module) -> frozenset[str]:

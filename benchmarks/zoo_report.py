@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,12 +34,13 @@ def main() -> int:
     """Read, join, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--note", default="", help="a paragraph on top: what was left out, or which commits the rows are of")
     parser.add_argument("--output", default=str(ROOT / "docs" / "coverage.md"))
     args = parser.parse_args()
     rows: dict[tuple[str, str], Row] = {}
     for path in args.files:
         rows.update(((row["source"], row["name"]), row) for row in json.loads(path.read_text()))
-    page = render(list(rows.values()))
+    page = render(list(rows.values()), args.note)
     if args.output == "-":
         sys.stdout.write(page)
     else:
@@ -46,12 +48,12 @@ def main() -> int:
     return 0
 
 
-def render(rows: Sequence[Row]) -> str:
+def render(rows: Sequence[Row], note: str = "") -> str:
     """The page."""
     sources = list(dict.fromkeys(row["source"] for row in rows))
     ran = [row for row in rows if row["status"] == "ok"]
     parts = [
-        _HEAD,
+        f"{_HEAD}\n{textwrap.fill(note, width=128)}\n" if note else _HEAD,
         "## By library\n",
         _table(
             ("library", "tried", "ran", "crashes", "parity", "Linears", "norms fused", "attention", "written out", "seconds each"),

@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import te_convert
 from te_convert.capture.tensors import iter_tensors
 from tests.property.programs import RETURNS, STATEMENTS, ProgramForm, Step, build, source
-from tests.property.test_composed import CHECKS, PHASES
+from tests.property.test_composed import PROFILE
 
-settings.register_profile(
-    "programs-ci", max_examples=50, derandomize=True, deadline=None, suppress_health_check=CHECKS, phases=PHASES
-)
-settings.register_profile("programs-nightly", max_examples=2000, deadline=None, suppress_health_check=CHECKS, phases=PHASES)
-PROFILE = settings.get_profile(f"programs-{os.environ.get('HYPOTHESIS_PROFILE', 'ci')}")
 INDEX = st.integers(0, 3)
 STEP = st.builds(Step, st.sampled_from(list(STATEMENTS)), st.tuples(INDEX, INDEX), st.tuples(INDEX, INDEX, INDEX), st.booleans())
 PROGRAM = st.builds(

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from te_convert.capture.fake import is_meta
+from te_convert.capture.made_inputs import BATCH, LENGTH, floats, ids
 from te_convert.capture.run import runs
 from te_convert.capture.scenario import Scenario, normalize_inputs
 from te_convert.capture.tensors import model_device
 from te_convert.capture.transformers_inputs import transformers_candidates
 
-_BATCH, _LENGTH = 2, 8
 _IMAGE_SIZES = (32, 64, 224)
 
 
@@ -50,7 +50,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, Any]]:
     config = _attribute(model, "pretrained_cfg") or _attribute(model, "default_cfg")
     size = config.get("input_size") if isinstance(config, dict) else None
     if size:
-        yield "the model's default_cfg", _floats(model, _BATCH, *size)
+        yield "the model's default_cfg", floats(model, BATCH, *size)
     if _attribute(model, "main_input_name") is not None:
         yield from transformers_candidates(model)
     for source, tensor in _first_layer_tensors(model):
@@ -64,15 +64,6 @@ def _attribute(model: nn.Module, name: str) -> Any:
         return None
 
 
-def _floats(model: nn.Module, *shape: int) -> torch.Tensor:
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def _ids(count: int) -> torch.Tensor:
-    return torch.randint(0, max(count, 1), (_BATCH, _LENGTH), generator=torch.Generator().manual_seed(0))
-
-
 def _first_layer_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that the first parameter-owning module can take."""
     first = next((m for m in model.modules() if any(p is not None for p in m._parameters.values())), None)
@@ -80,17 +71,17 @@ def _first_layer_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
     for module in layers[:3]:
         source = f"the first layers ({type(module).__name__})"
         if isinstance(module, nn.Embedding):
-            yield source, _ids(module.num_embeddings)
+            yield source, ids(module.num_embeddings)
         elif isinstance(module, nn.modules.conv._ConvNd):
             for size in _IMAGE_SIZES:
-                yield source, _floats(model, _BATCH, module.in_channels, *[size] * len(module.kernel_size))
+                yield source, floats(model, BATCH, module.in_channels, *[size] * len(module.kernel_size))
         elif isinstance(module, (nn.LSTM, nn.GRU, nn.RNN)):
-            yield source, _floats(model, _BATCH, _LENGTH, module.input_size)
+            yield source, floats(model, BATCH, LENGTH, module.input_size)
         else:
             weight = next((p for p in module._parameters.values() if p is not None and p.dim() in (1, 2)), None)
             if weight is not None:
-                yield source, _floats(model, _BATCH, _LENGTH, weight.shape[-1])
-                yield source, _floats(model, _BATCH, weight.shape[-1])
+                yield source, floats(model, BATCH, LENGTH, weight.shape[-1])
+                yield source, floats(model, BATCH, weight.shape[-1])
 
 
 def _fill_signature(model: nn.Module, source: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-BATCH, LENGTH = 2, 8
+from te_convert.capture.made_inputs import BATCH, LENGTH, floats, ids
+
 _SOURCE = "the Transformers config"
 _FRAMES = 64  # of audio features: divisible by the subsampling of every speech encoder
 _SAMPLES = 15360  # of audio: a whole number of 1920-sample frames, the longest that a codec asks for
@@ -129,12 +130,10 @@ class _Makers:
         return config_value(self.config, *names, default=default)
 
     def floats(self, *shape: int) -> torch.Tensor:
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        return floats(self.model, *shape)
 
     def ids(self) -> torch.Tensor:
-        count = min(self.size("vocab_size", default=32), 1000)
-        return torch.randint(0, max(count, 1), (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+        return ids(min(self.size("vocab_size", default=32), 1000))
 
     def hidden(self) -> torch.Tensor:
         return self.floats(BATCH, LENGTH, self.size("hidden_size", "d_model", default=64))

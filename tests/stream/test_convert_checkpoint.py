@@ -193,7 +193,7 @@ def test_killed_while_streaming(source: Path, tmp_path: Path) -> None:
 
 
 def test_two_processes_do_not_write_the_same_directory(source: Path, tmp_path: Path) -> None:
-    from te_convert.stream.writer import Staging
+    from te_convert.stream.staging import Staging
 
     with (
         Staging(tmp_path / "te", {}, resume=False).locked(),

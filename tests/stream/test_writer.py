@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +14,10 @@ import torch
 
 from te_convert.emit.tensors_file import file_record
 from te_convert.errors import InputError
-from te_convert.stream.checkpoint import Checkpoint, open_checkpoint
+from te_convert.stream.checkpoint import Checkpoint, bytes_of, open_checkpoint
 from te_convert.stream.pieces import Layout, whole
-from te_convert.stream.writer import ShardWriter, Staging
+from te_convert.stream.staging import Staging
+from te_convert.stream.writer import ShardWriter
 
 JOB = {"job": "one"}
 
@@ -45,8 +47,7 @@ def begin(checkpoint: Checkpoint, target: Path) -> Path:
     staging = Staging(target, JOB, resume=False)
     with suppress(Interrupted), staging.locked():
         writer = ShardWriter(staging, checkpoint, lambda *_: None, 600)
-        for name in "ab":
-            writer.write(f"{name}.safetensors", {name: wanted[name]})
+        writer.write([(f"{name}.safetensors", [name]) for name in "ab"], wanted)
         raise Interrupted
     return staging.folder
 
@@ -69,7 +70,7 @@ def test_a_shard_of_the_right_size_with_other_bytes_is_written_again(checkpoint:
     assert file.stat().st_size == good.size
     with Staging(target, JOB, resume=True).locked() as staging:
         assert set(staging.finished) == {"b.safetensors"}
-        ShardWriter(staging, checkpoint, lambda *_: None, 600).write("a.safetensors", {"a": layouts(checkpoint)["a"]})
+        ShardWriter(staging, checkpoint, lambda *_: None, 600).write([("a.safetensors", ["a"])], layouts(checkpoint))
         assert file_record(file) == good
     assert not folder.exists()
 
@@ -117,6 +118,54 @@ def test_a_disk_that_is_too_small_is_told_before_the_work(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=599))
     with pytest.raises(InputError, match=r"needs 0\.0 GB more"), Staging(tmp_path / "te", JOB, resume=False).locked() as staging:
         ShardWriter(staging, checkpoint, lambda *_: None, 600)
+
+
+def test_a_disk_that_fails_while_it_takes_a_shard(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flushing runs beside reading: its error is that of the shard, which is not finished, and the one before it is."""
+
+    def failing(handle: int) -> None:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("b.safetensors.part"):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("te_convert.stream.writer.os.fsync", failing)
+    target = tmp_path / "te"
+    with pytest.raises(InputError, match=r"b\.safetensors cannot be written: Input/output error"):
+        begin(checkpoint, target)
+    monkeypatch.undo()
+    assert taken(target) == {"a.safetensors"}
+
+
+def test_many_chunks_keep_their_order_in_file_and_digests(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers are used again while digests run on other threads: more chunks than buffers, flushed all the time."""
+    import hashlib
+    import time
+
+    from te_convert.stream import writer as module
+
+    class Slow:
+        def __init__(self, data: bytes = b"") -> None:
+            self._inner = hashlib.sha256(data)
+
+        def update(self, data: memoryview) -> None:
+            time.sleep(0.001)
+            self._inner.update(data)
+
+        def hexdigest(self) -> str:
+            return self._inner.hexdigest()
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(module, "_WRITE_BYTES", 5)
+    monkeypatch.setattr(module, "_FLUSH_BYTES", 30)
+    monkeypatch.setattr(module, "hashlib", SimpleNamespace(sha256=Slow))
+    with Staging(tmp_path / "te", JOB, resume=False).locked() as staging:
+        file = staging.path / "a.safetensors"
+        (record,) = ShardWriter(staging, checkpoint, lambda *_: None, 600).write([(file.name, list("abc"))], layouts(checkpoint))
+        assert file_record(file) == record.record
+        for name in "abc":
+            data = bytes_of(checkpoint.load(name))
+            assert record.tensors[name] == [hashlib.sha256(data).hexdigest()]
 
 
 def test_a_folder_that_went_while_the_lock_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from te_convert.stream.header import Entry, read_header
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 
 
 @dataclass

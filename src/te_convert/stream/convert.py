@@ -34,8 +34,9 @@ from te_convert.stream.outline import Names, parameters_on_meta
 from te_convert.stream.pieces import Layout, invert
 from te_convert.stream.repeat import plan_from_shallow
 from te_convert.stream.slice import SliceResult, digest_of, read_layout, refuse_like, verify_slice
+from te_convert.stream.staging import Staging
 from te_convert.stream.targets import Targets, find_targets, from_checkpoint
-from te_convert.stream.writer import ShardWriter, Staging
+from te_convert.stream.writer import ShardWriter
 from te_convert.verify.model import Parity
 
 SLICE_BYTES = 2_000_000_000
@@ -74,7 +75,7 @@ def convert_checkpoint(
 ) -> Streamed:
     """Convert a Transformers directory without having its weights in memory.
 
-    Every tensor passes through a few buffers of 8 MB; only a weight that is stored transposed is in memory as a whole.  The
+    Every tensor passes through a few buffers of 2 MB; only a weight that is stored transposed is in memory as a whole.  The
     directory is made in a hidden sibling and renamed at the end; shards that were finished before a crash are kept for ``resume``.
 
     Args:
@@ -253,7 +254,7 @@ class Job:
             ConversionError: a tensor differs from the one that the slice was verified with.
         """
         writer = ShardWriter(staging, self._checkpoint, progress, self.total)
-        records = [writer.write(file, {name: self.weights[name] for name in names}) for file, names in self.shards]
+        records = writer.write(self.shards, self.weights)
         if self._state() != self._files:
             raise InputError("the checkpoint's files changed while they were read", "convert it again when they are complete")
         files = {record.file: record.record for record in records}

@@ -27,8 +27,9 @@ from te_convert.stream.checkpoint import Checkpoint, open_checkpoint
 from te_convert.stream.ledger import LEDGER, read_ledger
 from te_convert.stream.outline import parameters_on_meta
 from te_convert.stream.pieces import Layout, invert, whole
+from te_convert.stream.staging import Staging
 from te_convert.stream.targets import find_targets
-from te_convert.stream.writer import ShardWriter, Staging
+from te_convert.stream.writer import ShardWriter
 
 
 def export_directory(
@@ -72,8 +73,7 @@ def export_directory(
         with Staging(out.absolute(), job, resume).locked() as staging:
             report = (lambda done, total: progress("stream", done, total)) if progress is not None else (lambda done, total: None)
             writer = ShardWriter(staging, checkpoint, report, sum(sizes.values()))
-            for file, names in shards:
-                writer.write(file, {name: layouts[name] for name in names})
+            writer.write(shards, layouts)
             content = {name: (directory / "source" / name).read_bytes() for name in manifest.source.files}
             _finish(staging.path, shards, sum(sizes.values()), content)
             rename_into_place(staging.path, out.absolute(), force)

@@ -13,7 +13,7 @@ from te_convert.replacements.specs import dtype_name, torch_dtype
 from te_convert.stream.checkpoint import Checkpoint
 from te_convert.stream.header import Entry
 from te_convert.stream.pieces import Layout, Piece
-from te_convert.stream.writer import ShardRecord
+from te_convert.stream.staging import ShardRecord
 
 LEDGER = "ledger.json"
 LEDGER_SCHEMA = 1

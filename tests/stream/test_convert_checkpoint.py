@@ -269,6 +269,19 @@ def test_large_embeddings_are_cut_in_the_slice(tmp_path: Path, monkeypatch: pyte
     assert tensors(tmp_path / "te")["lm_head.weight"].shape[0] == 64
 
 
+def test_one_large_layer_is_compared_where_two_small_ones_would_be(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of a 70B model has 1.7 GB: one that is compared says more than two that do not fit."""
+    two = te_convert.convert_checkpoint(source, tmp_path / "two")
+    monkeypatch.setattr("te_convert.stream.slice._TWO_LAYERS_BYTES", 10_000)
+    one = te_convert.convert_checkpoint(source, tmp_path / "one")
+    assert [result.report.parity.status for result in (one, two)] == ["slice", "slice"]
+    assert "a model of one layer with the weights of layer 0 was compared" in " ".join(one.report.notes)
+    assert "a model of 2 layers with the weights of layers 0 to 1 was compared" in " ".join(two.report.notes)
+    assert tensors(one.path).keys() == tensors(two.path).keys()
+
+
 def test_a_site_that_fails_in_the_slice_is_left_in_every_layer(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

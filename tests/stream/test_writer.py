@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,7 +123,7 @@ def test_a_disk_that_fails_while_it_takes_a_shard(checkpoint: Checkpoint, tmp_pa
     """Flushing runs beside reading: its error is that of the shard, which is not finished, and the one before it is."""
 
     def failing(handle: int) -> None:
-        if os.readlink(f"/proc/self/fd/{handle}").endswith("b.safetensors.part"):
+        if Path(f"/proc/self/fd/{handle}").readlink().name == "b.safetensors.part":
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("te_convert.stream.writer.os.fsync", failing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +15,7 @@ from te_convert.match.fusion import Fusion
 from te_convert.pipeline import observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Decision, Plan
-from te_convert.stream.slice import Shallow, check_size, kinds_of_layers, make_shallow
-
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+from te_convert.stream.slice import LAYER, Shallow, check_size, kinds_of_layers, make_shallow
 
 
 def plan_from_shallow(outline: nn.Module, plan: Plan, config: ConvertConfig, most_bytes: int) -> Plan:
@@ -66,24 +63,24 @@ def _repeated(plan: Plan, small: Plan, models: dict[int, int], note: str, order:
     decisions = {site.fqn: _decision(site, known, models) for site in plan.decisions}
     for layer, model in models.items():  # what only a run shows: modules without parameters, as the attention of a layer
         for name, site in known.items():
-            found = _LAYER.search(name)
+            found = LAYER.search(name)
             if found is not None and int(found[0]) == model and _numbered(name, layer) not in decisions:
                 new = replace(site, fqn=_numbered(name, layer), aliases=())
                 decisions[new.fqn] = _decision(new, known, models)
     place = {name: index for index, name in enumerate(order)}
     sites = sorted(decisions.values(), key=lambda site: place.get(site.fqn, len(order)))
-    outer = [fusion for fusion in small.fusions if not _LAYER.search(fusion.fqn)]
+    outer = [fusion for fusion in small.fusions if not LAYER.search(fusion.fqn)]
     inner = [
         _moved(fusion, layer)
         for layer, model in models.items()
         for fusion in small.fusions
-        if (found := _LAYER.search(fusion.fqn)) is not None and int(found[0]) == model
+        if (found := LAYER.search(fusion.fqn)) is not None and int(found[0]) == model
     ]
     return replace(plan, decisions=tuple(sites), fusions=(*inner, *outer), scenarios=small.scenarios, notes=(*plan.notes, note))
 
 
 def _decision(site: Decision, known: dict[str, Decision], models: dict[int, int]) -> Decision:
-    found = _LAYER.search(site.fqn)
+    found = LAYER.search(site.fqn)
     if found is None:
         return known.get(site.fqn, site)
     layer = int(found[0])
@@ -101,4 +98,4 @@ def _moved(fusion: Fusion, layer: int) -> Fusion:
 
 def _numbered(name: str, layer: int) -> str:
     """The name with its first number, that of the layer, as ``layer``."""
-    return _LAYER.sub(str(layer), name, count=1)
+    return LAYER.sub(str(layer), name, count=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import os
 import re
@@ -32,6 +33,9 @@ _LISTS = ("layer_types", "mlp_layer_types")
 MOST_LAYERS = 4
 _ROWS = 1024
 """Rows of an embedding that the slice keeps."""
+LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_TWO_LAYERS_BYTES = 512 << 20
+"""Two layers below this size are compared where one would do."""
 _LARGE_BYTES = 64 << 20
 """Embeddings above this size are cut to their first rows."""
 
@@ -92,6 +96,8 @@ def verify_slice(outline: nn.Module, plan: Plan, load: Load, backend: str, most_
         return _compare(model, _part(plan, model), shallow, whole, backend)
     except Exception as error:
         return SliceResult(replace(nothing, notes=(f"no slice was compared: {describe_error(error)}",)))
+    finally:
+        gc.collect()  # the model is in cycles, and the weights of a layer can be larger than everything that follows
 
 
 def _physical_bytes() -> int:
@@ -123,7 +129,7 @@ def make_shallow(outline: nn.Module, plan: Plan, cut: bool = True) -> Shallow:
     name = next((each for each in _DEPTHS if isinstance(getattr(text, each, None), int)), None)
     if name is None:
         raise ValueError(f"the config of {type(outline).__name__} has no number of layers")
-    depth = min(getattr(text, name), _layers_to_see(plan))
+    depth = min(getattr(text, name), _layers_to_see(plan, outline))
     setattr(text, name, depth)
     for each in _LISTS:
         if isinstance(getattr(text, each, None), list):
@@ -152,9 +158,14 @@ def kinds_of_layers(plan: Plan) -> dict[int, int]:
     return {number: first.setdefault(frozenset(kinds[number]), number) for number in sorted(kinds)}
 
 
-def _layers_to_see(plan: Plan) -> int:
-    """So many layers from the first on that every kind of converted layer is among them, at most MOST_LAYERS."""
-    return min(max([2, *(number + 1 for number in kinds_of_layers(plan).values())]), MOST_LAYERS)
+def _layers_to_see(plan: Plan, outline: nn.Module) -> int:
+    """So many layers from the first on that every kind of converted layer is among them, at most MOST_LAYERS.
+
+    Two where one would do, so that a layer is seen to take the result of another, unless they are large.
+    """
+    needed = min(max([1, *(number + 1 for number in kinds_of_layers(plan).values())]), MOST_LAYERS)
+    first = [p for name, p in outline.named_parameters() if (found := LAYER.search(name)) is not None and int(found[0]) < 2]
+    return 2 if needed == 1 and sum(p.numel() * p.element_size() for p in first) <= _TWO_LAYERS_BYTES else needed
 
 
 def _untie_like(model: nn.Module, outline: nn.Module) -> None:
@@ -211,7 +222,9 @@ def _compare(model: nn.Module, plan: Plan, shallow: Shallow, whole: set[str], ba
     refused = {generalised(site.fqn): site.why for site in parity.reverted}
     status = "slice" if parity.status == "passed" else parity.status
     rows = f", embeddings cut to {shallow.rows} rows" if shallow.rows is not None else ""
-    note = f"a model of {shallow.layers} layers with the weights of layers 0 to {shallow.layers - 1} was compared{rows}"
+    several = f"{shallow.layers} layers with the weights of layers 0 to {shallow.layers - 1}"
+    depth = several if shallow.layers > 1 else "one layer with the weights of layer 0"
+    note = f"a model of {depth} was compared{rows}"
     found = SliceResult(replace(parity, status=status, notes=(note, *parity.notes)), shallow.layers, refused=refused)
     if not refused:
         found.digests = _digests(applied.model, whole)
@@ -229,7 +242,7 @@ def _digests(model: nn.Module, whole: set[str]) -> dict[str, str]:
 
 def generalised(fqn: str) -> str:
     """The name of a site with its layer numbers as ``*``."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", fqn)
+    return LAYER.sub("*", fqn)
 
 
 def refuse_like(plan: Plan, refused: Mapping[str, str]) -> Plan:

@@ -29,6 +29,8 @@ from te_convert.weights.ops import Rows, Take
 PERIOD = 8191
 """A prime: rows and blocks of a weight, whose sizes are mostly powers of two, fall on different weights."""
 PRODUCTS = 8
+_AT_ONCE = 512
+"""Periods that are in memory in float32 at a time, of gradients that are as large as the largest weight."""
 _FLOOR = 1e-3
 """Gradients smaller than this share of the largest are compared on its scale: some are zero in theory (key biases)."""
 
@@ -100,11 +102,14 @@ def sketch(gradient: torch.Tensor, offset: int = 0) -> torch.Tensor:
         gradient: any shape.
         offset: place of its first element in the flattened original, for a part of one.
     """
-    flat = gradient.detach().reshape(-1).to(torch.float64 if gradient.dtype is torch.float64 else torch.float32)
-    norm = flat.square().sum(dtype=torch.float64)
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % PERIOD)).view(-1, PERIOD)
-    folded = flat.sum(0).to(torch.float64).cpu().roll(offset % PERIOD)
-    return torch.cat([norm.cpu()[None], _vectors() @ folded])
+    flat = gradient.detach().reshape(-1)
+    wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
+    norm, folded = torch.zeros((), dtype=torch.float64), torch.zeros(PERIOD, dtype=torch.float64)
+    for start in range(0, len(flat), _AT_ONCE * PERIOD):
+        part = flat[start : start + _AT_ONCE * PERIOD].to(wide)
+        norm += part.square().sum(dtype=torch.float64).cpu()
+        folded += torch.nn.functional.pad(part, (0, -len(part) % PERIOD)).view(-1, PERIOD).sum(0).to(torch.float64).cpu()
+    return torch.cat([norm[None], _vectors() @ folded.roll(offset % PERIOD)])
 
 
 @cache

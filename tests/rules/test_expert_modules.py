@@ -247,3 +247,21 @@ def test_a_list_that_is_no_mixture_is_not_mentioned() -> None:
 
     found = plan_of(Stack().eval(), (X,))
     assert "" not in [decision.fqn for decision in found.decisions]
+
+
+def test_a_list_with_empty_places_is_no_mixture() -> None:
+    """x-transformers' layers hold lists with None where a norm could be."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms, self.head = nn.ModuleList(), nn.Linear(WIDTH, 2)
+            for place in range(2):
+                self.norms.add_module(str(place), None)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(x)
+
+    found = plan_of(Stack().eval(), (X,))
+    assert "fusion.failed" not in [why.code for decision in found.decisions for why in decision.reasons]
+    assert found.get("head").outcome is Outcome.CONVERTED

@@ -41,7 +41,7 @@ def find_mixture(module: nn.Module) -> Mixture | None:
         return None
     for container, held in module.named_children():
         experts = tuple(held) if isinstance(held, nn.ModuleList) else ()
-        if len(experts) < 2 or len(set(map(type, experts))) > 1 or len(linears_of(experts[0])) not in (2, 3):
+        if len(experts) < 2 or None in experts or len(set(map(type, experts))) > 1 or len(linears_of(experts[0])) not in (2, 3):
             continue
         columns = {linear.in_features for linear in linears_of(experts[0]).values()}
         for gate, part in module.named_children():

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+_INTERNAL = {"internal.error", "fusion.failed"}
 ROOT = Path(__file__).resolve().parent.parent
 
 _HEAD = """# Coverage
@@ -93,14 +94,16 @@ def _summary(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
 def _exceptions(ran: Sequence[Row]) -> list[str]:
     """What is not as it should be, one list each."""
     reverted = [(row["name"], site["fqn"]) for row in ran for site in row["reverted"]]
-    lowest = min((row["min_sqnr"] for row in ran if row["min_sqnr"] is not None), default=None)
+    lowest = sorted((row["min_sqnr"], row["name"]) for row in ran if row["min_sqnr"] is not None)[:1]
+    below = [f"{row['name']} ({row['min_sqnr']:.1f})" for row in ran if row["min_sqnr"] is not None and row["min_sqnr"] < 90]
     gradients = [(row["name"], row["gradients"]) for row in ran if isinstance(row["gradients"], float)]
     above = [f"{name} ({value:.0e})" for name, value in gradients if value > 1e-4]
     parts = [
-        f"- Lowest SQNR of any run of any model: {lowest:.1f} dB." if lowest is not None else "",
+        *(f"- Lowest SQNR of any run of any model: {sqnr:.1f} dB ({name}); below 90 dB: {_names(below)}." for sqnr, name in lowest),
         f"- Gradients of every parameter compared in {len(gradients)} models; relative error above 1e-4: {_names(above)}.",
         f"- Sites put back by verification: {len(reverted)}, in {_names(dict.fromkeys(name for name, _ in reverted))}.",
         f"- Parity failed: {_names(row['name'] for row in ran if row['parity'] == 'failed')}.",
+        f"- A rule or a stage failed inside: {_names(row['name'] for row in ran if _INTERNAL & row['reasons'].keys())}.",
         f"- Linears left: {_names(row['name'] for row in ran if row['linears'][0] < row['linears'][1])}.",
         f"- Norms left unfused: {_names(row['name'] for row in ran if row['norms'][0] < row['norms'][1])}.",
         f"- Attention left: {_names(row['name'] for row in ran if row['attention'][0] < row['attention'][1])}.",

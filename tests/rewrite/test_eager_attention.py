@@ -66,6 +66,16 @@ class Biased(Attention):
         return self.join(torch.matmul(weights, v)), weights
 
 
+class Relative(Biased):
+    """A bias that is scaled with the scores, as relative positions are in Transformer-XL."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.heads(x)
+        scores = (torch.matmul(q, k.transpose(-1, -2)) + self.bias[..., : x.shape[1], : x.shape[1]]) / math.sqrt(SIZE)
+        weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+        return self.join(torch.matmul(weights, v)), weights
+
+
 class Merged(Attention):
     """Heads and samples in one dimension, ALiBi in the product, a mask that replaces, softmax in float32: as in BLOOM."""
 
@@ -142,6 +152,8 @@ CASES = [
     (Biased(), (), "no_mask"),
     (Biased(), (padding(),), "padding"),
     (Biased(), (padding(right=False),), "arbitrary"),
+    (Relative(), (), "no_mask"),
+    (Relative(), (padding(),), "padding"),
     (Merged(), (), "no_mask"),
     (Merged(), (torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None],), "causal"),
     (Merged(), (padding() == 0,), "padding"),

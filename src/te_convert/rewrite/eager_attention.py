@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -196,6 +196,8 @@ class EagerRecord(FusedRecord):
     def run_again(self, inputs: Inputs) -> Tensor:
         """The TE module on a call that was observed."""
         run: EagerRun = inputs[0][0]
+        if run.masking.bias is not None:  # a scaled bias was rounded once; in another precision it is made anew
+            run = replace(run, masking=find_masking(run.last.scores, run.heads) or run.masking)
         return run.converted(self.module)
 
     def run_original(self, inputs: Inputs, own: Any = None) -> Tensor:

@@ -96,6 +96,27 @@ class HelperAround(Attention):
         return y
 
 
+class Windows(Attention):
+    """Queries [b, windows, h, s, d], as timm's NesT and Twins have them; a mask for all, for each window, or for each sample."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        windows = 2 - x.shape[1] % 2
+        apart = x.unflatten(1, (windows, -1)).flatten(0, 1)
+        q, k, v = (part.unflatten(0, (-1, windows)) for part in self.heads(apart, context))
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.causal and mask is None)
+        y: Tensor = self.proj(heads.flatten(0, 1).transpose(1, 2).flatten(-2)).unflatten(0, (-1, windows)).flatten(1, 2)
+        return y
+
+
+class OneHead(Attention):
+    """Queries [b, s, d]."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.query(x), *self.pair(x if context is None else context).chunk(2, -1)
+        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, mask, 0.0, self.causal and mask is None))
+        return y
+
+
 class Twice(Attention):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         q, k, v = self.heads(x, None)
@@ -135,6 +156,9 @@ def x(length: int = 7) -> Tensor:
         lambda: Attention(scale=0.9),
         TorchAttribute,
         Nested,
+        Windows,
+        lambda: Windows(causal=False),
+        OneHead,
         ThroughHelper,
         ThroughMethod,
         Wrapped,
@@ -151,6 +175,43 @@ def test_converted_and_equal(make: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(converted(x()), original(x()), rtol=1e-4, atol=1e-5)
     assert all((record.executed, record.fallbacks) == (1, 0) for record in records(converted))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (Windows, (4, 4)),
+        (Windows, (1, 2, 1, 4, 4)),
+        (Windows, (2, 1, 1, 4, 4)),
+        (Windows, (1, 1, 4, 4, 4)),
+        (Windows, (4, 4, 4)),
+        (OneHead, (8, 8)),
+        (OneHead, (2, 8, 8)),
+        (OneHead, (1, 8, 8)),
+    ],
+)
+def test_masks_of_other_leading_dimensions(make: Any, shape: tuple[int, ...]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = nn.Linear(32, 32), make(causal=False)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y: Tensor = self.attention(self.first(x), None, mask)
+            return y
+
+    torch.manual_seed(0)
+    net, mask = Model().eval(), torch.rand(shape, generator=torch.Generator().manual_seed(2)) > 0.4
+    mask[..., 0] = True
+    for given in (mask, torch.zeros(shape).masked_fill(~mask, float("-inf")), torch.randn(shape)):
+        result = te_convert.convert(net, (x(8), given))
+        assert result.report.parity.passed
+        assert not result.report.parity.reverted
+        (record,) = records(result.model)
+        record.executed = record.fallbacks = 0
+        with torch.no_grad():
+            assert torch.allclose(result.model(x(8), given), net(x(8), given), atol=1e-5)
+        assert (record.executed, record.fallbacks) == (1, 0)
 
 
 def test_what_calls_it_twice_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -92,6 +93,13 @@ class AttentionFacts:
     softcap: float
     bias: bool = False
     sink: str = ""
+
+
+def with_heads(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[b, h, s, d] for the other shapes that torch's function takes: [b, s, d], or several dimensions before the heads."""
+    if len(shape) == 3:
+        return (shape[0], 1, *shape[1:])
+    return (math.prod(shape[:-3]), *shape[-3:]) if len(shape) > 4 else shape
 
 
 def is_bias_shape(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:

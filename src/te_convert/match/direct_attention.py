@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from te_convert.capture.attention import AttentionCall
 from te_convert.capture.graph import Capture, Recording
-from te_convert.facts.attention import DIRECT, calls_itself
+from te_convert.facts.attention import DIRECT, calls_itself, with_heads
 from te_convert.match.attention import AttentionSite
 from te_convert.match.candidate import Candidate
 
@@ -66,7 +66,7 @@ def _call(node: fx.Node, fqn: str, modules: dict[str, nn.Module], recording: Rec
     metas = [value.meta.get("tensor_meta") if isinstance(value, fx.Node) else None for value in map(given.get, _NAMES[:3])]
     if any(meta is None for meta in metas):
         return None
-    query, key, value = (tuple(meta.shape) for meta in metas if meta is not None)
+    query, key, value = (with_heads(tuple(meta.shape)) for meta in metas if meta is not None)
     dtype: Any = metas[0].dtype if metas[0] is not None else None
     return AttentionCall(
         fqn=fqn,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from te_convert.facts.attention import DIRECT, calls_itself
+from te_convert.facts.attention import DIRECT, calls_itself, with_heads
 from te_convert.rewrite.attention_call import AttentionInput
 from te_convert.rewrite.lazy import can_defer
 from te_convert.rewrite.loans import Borrower
@@ -120,18 +120,29 @@ def attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """What a redirected forward calls: [..., s, d] as torch's function takes it."""
+    """What a redirected forward calls: [b, h, s, d], [b, s, d] or with several dimensions before the heads, as torch's function."""
     module: nn.Module = _RUNNING.stack[-1]
     record: Any = module.__dict__[RECORD]
     scale = options.get("scale")
-    keys, values = (_repeated(tensor, query, record.spec.num_gqa_groups) for tensor in (key, value))
-    call = AttentionInput(
-        module, query, keys, values, attn_mask, scale, dropout_p, {"is_causal": is_causal}, DIRECT, torch_attention
-    )
+    queries, keys, values = (tensor.reshape(with_heads(tuple(tensor.shape))) for tensor in (query, key, value))
+    keys, values = (_repeated(tensor, queries, record.spec.num_gqa_groups) for tensor in (keys, values))
+    mask, options_of_torch = _mask_with_heads(attn_mask, query), {"is_causal": is_causal}
+    call = AttentionInput(module, queries, keys, values, mask, scale, dropout_p, options_of_torch, DIRECT, torch_attention)
     output: Tensor | None = record.attend(call) if can_defer(query) else None
     if output is None:
         return _SDPA(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def _mask_with_heads(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """A mask of queries with other leading dimensions than [b, h], as their [b, h, s, d] take it."""
+    if mask is None or query.dim() == 4 or mask.dim() < 3:
+        return mask
+    if query.dim() == 3:
+        return mask.unsqueeze(1)
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.reshape(mask.shape[-3:])
+    return mask.expand(*query.shape[:-3], *mask.shape[-3:]).flatten(0, -4)
 
 
 def _repeated(tensor: Tensor, query: Tensor, groups: int) -> Tensor:

@@ -21,6 +21,7 @@ from te_convert.facts.linears import (
     LinearFacts,
     NotALinear,
     looks_like_linear,
+    packed_weight,
     probe_linear,
     probe_linear_cached,
 )
@@ -241,6 +242,48 @@ def test_lazy_empty_and_integer_weights() -> None:
     assert detail(lazy) == "its parameter weight is lazy and has no shape yet"
     assert detail(empty) == "its parameter weight has no elements"
     assert detail(packed) == "its parameter weight is uint8[12, 1], not floating point"
+
+
+class Sized(nn.Module):
+    """Says the sizes of a Linear, and holds what it is given."""
+
+    def __init__(self, **held: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = 6, 4
+        for name, value in held.items():
+            if type(value) is torch.Tensor:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning:torch")
+@pytest.mark.parametrize("kind", [torch.qint8, torch.float16])
+def test_a_linear_that_torch_has_quantised(kind: torch.dtype) -> None:
+    made = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 4)), {nn.Linear}, dtype=kind)
+    assert packed_weight(made[0]) == "its weight is packed in _packed_params, a LinearPackedParamsBase"
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.uint8, torch.float8_e4m3fn])
+def test_a_linear_with_its_weight_in_a_buffer(kind: torch.dtype) -> None:
+    made = Sized(scales=torch.ones(1, 4), qweight=torch.zeros(2, 4).to(kind))
+    assert packed_weight(made) == f"its weight is in qweight, {str(kind).removeprefix('torch.')}[2, 4]"
+
+
+NOT_PACKED: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: nn.Linear(6, 4),
+    "holds nothing": lambda: Sized(),
+    "a fixed projection": lambda: Sized(weight=torch.randn(4, 6)),
+    "an index": lambda: Sized(index=torch.arange(4)),
+    "a parameter": lambda: Sized(qweight=torch.zeros(2, 4, dtype=torch.int8), bias=nn.Parameter(torch.zeros(4))),
+    "a child's parameter": lambda: Sized(qweight=torch.zeros(2, 4, dtype=torch.int8), inner=nn.Linear(6, 4)),
+    "no sizes": lambda: nn.Identity(),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PACKED)
+def test_what_is_no_packed_linear(case: str) -> None:
+    assert packed_weight(NOT_PACKED[case]()) == ""
 
 
 def test_uncopyable_attributes() -> None:

@@ -172,5 +172,32 @@ def test_a_quantised_model_keeps_its_quantised_layers() -> None:
     result = te_convert.convert(model, (X,))
     assert result.report.parity.passed
     assert type(result.model.o) is Linear
+    (left,) = (site for site in result.report.sites if site.fqn == "o")
+    assert (left.outcome, left.kind, [reason.code for reason in left.reasons]) == (
+        "REFUSED",
+        "Linear",
+        ["parameter.tensor-subclass"],
+    )
     with torch.no_grad():
         assert torch.allclose(result.model(X), model(X), rtol=1e-5, atol=1e-5)
+
+
+@DEPRECATED
+def test_each_quantised_linear_of_a_model_is_listed() -> None:
+    names = [name for name, module in variants.block().named_modules() if isinstance(module, nn.Linear)]
+    model = torch.ao.quantization.quantize_dynamic(variants.block(), {nn.Linear})
+    sites = te_convert.convert(model, (X,)).report.sites
+    assert [site.fqn for site in sites if site.outcome == "CONVERTED"] == ["norm", "norm2"]
+    assert [site.fqn for site in sites if site.kind == "Linear"] == names
+    assert {str(site.outcome) for site in sites if site.kind == "Linear"} == {"REFUSED"}
+
+
+@DEPRECATED
+def test_no_gradient_passes_a_quantised_product() -> None:
+    """And that is no failure of the norm before it, whose gradient nobody has."""
+    model = nn.Sequential(nn.LayerNorm(variants.WIDTH), nn.Linear(variants.WIDTH, 8))
+    result = te_convert.convert(torch.ao.quantization.quantize_dynamic(model, {nn.Linear}), (X,))
+    assert result.report.parity.passed
+    assert [str(site.outcome) for site in result.report.sites] == ["CONVERTED", "REFUSED"]
+    assert "gradients were not compared: none reaches a parameter or an input of the original" in result.report.notes
+    assert "gradients" in result.report.not_verified

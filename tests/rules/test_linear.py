@@ -74,6 +74,12 @@ def subclassed() -> nn.Module:
     return module
 
 
+def quantised() -> nn.Module:
+    """What torch makes of a Linear to compute in int8: the weight is packed by C++, and no parameter is left."""
+    made: nn.Module = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(6, 4)), {nn.Linear})[0]
+    return made
+
+
 def mixed() -> nn.Module:
     module = nn.Linear(6, 4)
     module.bias = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
@@ -130,6 +136,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
     "float8": (lambda: nn.Linear(6, 4).to(torch.float8_e4m3fn), None, ["dtype.unsupported", "capture.no-graph"]),
     "empty": (lambda: nn.Linear(6, 0), None, ["parameter.empty", "capture.no-graph"]),
     "tensor subclass": (subclassed, x_like(), ["parameter.tensor-subclass"]),
+    "quantised by torch": (quantised, x_like(), ["parameter.tensor-subclass"]),
     "mixed parameters": (mixed, None, ["dtype.mixed", "capture.no-graph"]),
     "public method": (lambda: Merging(6, 4), x_like(), ["module.public-methods"]),
     "lazy": (lambda: nn.LazyLinear(4), x_like(), ["parameter.uninitialized"]),
@@ -140,6 +147,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature")

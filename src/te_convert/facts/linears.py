@@ -80,6 +80,27 @@ def looks_like_linear(module: nn.Module) -> bool:
     return ranks in ([2], [1, 2])
 
 
+def packed_weight(module: nn.Module) -> str:
+    """Where a Linear without a parameter keeps its weight, in words; "" for every other module.
+
+    Linears that torch.ao has quantised hold a packed C++ object, those of GPTQ, AWQ and the like buffers of integers.  Both say
+    ``in_features`` and ``out_features``.
+    """
+    if next(module.parameters(), None) is not None:
+        return ""
+    if not all(type(getattr(module, name, None)) is int for name in ("in_features", "out_features")):
+        return ""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.ScriptObject):
+                type_name = str(value._type()).rpartition(".")[2]
+                return f"its weight is packed in {name}, a {type_name}"
+    for name, buffer in module.named_buffers():
+        if buffer.dim() >= 2 and (buffer.dtype.itemsize == 1 or not buffer.is_floating_point()):
+            return f"its weight is in {name}, {describe(buffer)}"
+    return ""
+
+
 def probe_linear(module: nn.Module) -> LinearFacts | NotALinear:
     """Find what a module computes; never changes it, its gradients, its hooks or any random state.
 

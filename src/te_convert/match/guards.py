@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from te_convert.facts.linears import packed_weight
 from te_convert.facts.stand_in import has_no_shape
 from te_convert.match.candidate import Candidate
 from te_convert.reasons import Reason, ReasonCode, reason
@@ -40,7 +41,8 @@ def plain_tensors(site: Candidate) -> Reason | None:
         kinds = {type(parameter), type(parameter.data)} - {nn.Parameter, torch.Tensor}
         if kinds:
             return reason(ReasonCode.PARAMETER_SUBCLASS, f"{name} is a {', '.join(sorted(kind.__name__ for kind in kinds))}")
-    return None
+    packed = packed_weight(site.module)
+    return reason(ReasonCode.PARAMETER_SUBCLASS, packed) if packed else None
 
 
 def not_empty(site: Candidate) -> Reason | None:

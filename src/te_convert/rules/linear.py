@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from te_convert.facts.linears import LinearFacts, NotALinear, looks_like_linear
+from te_convert.facts.linears import LinearFacts, NotALinear, looks_like_linear, packed_weight
 from te_convert.match.candidate import Candidate
 from te_convert.match.guards import layout_is_free
 from te_convert.match.linears import linear_miss, linear_spec, linear_weights, probe_linear_site, recipe_precision, recipe_reasons
@@ -26,8 +26,8 @@ class LinearRule(Rule[LinearFacts]):
     kind = "Linear"
 
     def looks_like(self, site: Candidate) -> bool:
-        """A Linear by class, or a module with one 2-D and at most one 1-D parameter."""
-        return isinstance(site.module, nn.Linear) or looks_like_linear(site.module)
+        """A Linear by class, a module with one 2-D and at most one 1-D parameter, or a Linear whose weight is packed."""
+        return looks_like_linear(site.module) or bool(packed_weight(site.module))
 
     def recognise(self, site: Candidate) -> LinearFacts | NearMiss | None:
         """The probe's facts; a Linear subclass that computes something else is a near miss."""

@@ -24,6 +24,7 @@ from te_convert.rewrite.carry_over import (
 from te_convert.rewrite.files import unwatch_files, watch_files
 from te_convert.rewrite.fuse import fuse, restore_fusion
 from te_convert.rewrite.fused import fused_record, get_fused, unwatch_root, watch_root
+from te_convert.rewrite.graph_modules import unwatch_graphs, watch_graphs
 from te_convert.rewrite.loans import is_borrower
 from te_convert.rewrite.site import (
     Delegate,
@@ -112,6 +113,7 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
         _disable_fast_paths(applied, switched)
         watch_files(applied.model)
         watch_root(applied.model)
+        watch_graphs(applied.model)
     except BaseException:
         applied.undo_all()
         raise
@@ -221,6 +223,7 @@ def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) 
         reset_switches(fused.switches, needs_slow_path)
         unwatch_files(root)
         unwatch_root(root)
+        unwatch_graphs(root)
         return root
     original = restore_parameters(converted, own)
     original.__dict__.pop("forward", None)
@@ -231,4 +234,5 @@ def restore_site(root: nn.Module, converted: nn.Module, own: Own | None = None) 
         parent._modules[name] = original
     reset_switches(get_record(converted).switches, needs_slow_path)
     unwatch_files(root)
+    unwatch_graphs(root)
     return original if root is converted else root

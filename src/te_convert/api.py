@@ -281,6 +281,7 @@ def verify(original: nn.Module, converted: nn.Module, inputs: Any, *, steps: int
     return parity
 
 
+@plain_modes()
 def remap_optimizer(optimizer: Optimizer, result: Result, *, inplace: bool = False) -> Optimizer:
     """An optimizer of the converted parameters that goes on where ``optimizer``, one of the original's, is now.
 
@@ -303,6 +304,7 @@ def remap_optimizer(optimizer: Optimizer, result: Result, *, inplace: bool = Fal
     return optimizers.follow_conversion(optimizer, result.origins, result.model, inplace)
 
 
+@plain_modes()
 def load(path: str | Path, device: Any = None, backend: str = "auto") -> nn.Module:
     """Load a directory written by :func:`save` or the command line.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.capture.ambient import plain_modes
 from te_convert.capture.scenario import normalize_inputs
 from te_convert.config import ConvertConfig, patterns
 from te_convert.estimate.gpus import chosen_gpu
@@ -17,6 +18,7 @@ from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 
 
+@plain_modes()
 def estimate(
     model_or_plan: nn.Module | Plan,
     example_inputs: Any = None,

@@ -17,7 +17,7 @@ def plain_modes() -> Iterator[None]:
     """Run outside the caller's inference mode, ``no_grad``, autocast and meta default device; all of them come back afterwards.
 
     A model copied in inference mode could not be trained, and autocast would be taken for a part of the model.  Another default
-    device stays, since a forward may rely on it.
+    device stays, since a forward may rely on it; so does the default dtype, see :func:`float32_by_default`.
 
     Raises:
         InputError: inside ``torch.jit.trace`` or a transform of ``torch.func``, where no value can be looked at.
@@ -36,6 +36,17 @@ def plain_modes() -> Iterator[None]:
         if torch.get_default_device().type == "meta":
             stack.enter_context(torch.device("cpu"))
         yield
+
+
+@contextmanager
+def float32_by_default() -> Iterator[None]:
+    """Run with float32 as the default dtype, as probes do whose numbers it would change; the caller's comes back afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _transform() -> str:

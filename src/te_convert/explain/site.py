@@ -7,6 +7,7 @@ import difflib
 import torch
 from torch import nn
 
+from te_convert.capture.ambient import float32_by_default
 from te_convert.capture.fake import is_meta
 from te_convert.capture.graph import Capture
 from te_convert.capture.scenario import Scenario
@@ -87,6 +88,7 @@ def find_site(model: nn.Module, name: str) -> str:
     raise InputError(f"{type(model).__name__} has no module {name!r}", hint)
 
 
+@float32_by_default()
 def _attempts(
     site: Candidate,
     candidates: list[Candidate],

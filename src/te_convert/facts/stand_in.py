@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from te_convert.capture.ambient import float32_by_default
+
 _MODULE_STATE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes that every ``nn.Module`` has (parameters, children, hooks, ``training``) or that compiling adds."""
 
@@ -138,7 +140,7 @@ def run_stand_in(
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run foreign code on the CPU without gradients, autocast or warnings, and put the CPU random state back."""
+    """Run foreign code on the CPU without gradients, autocast, warnings or another default dtype; the random state comes back."""
     state = torch.get_rng_state()
     try:
         with (
@@ -146,6 +148,7 @@ def isolated() -> Iterator[None]:
             torch.no_grad(),
             torch.autocast("cpu", enabled=False),
             torch.device("cpu"),
+            float32_by_default(),
         ):
             warnings.simplefilter("ignore")
             yield

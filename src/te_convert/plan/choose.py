@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from te_convert.capture.ambient import float32_by_default
 from te_convert.capture.graph import Capture
 from te_convert.capture.run import describe_error
 from te_convert.config import ConvertConfig
@@ -29,6 +30,7 @@ _MAX_SHAPES = 8
 _RESTRUCTURES = "the model puts other modules into itself when it runs, so nothing was fused: a fused module could be lost"
 
 
+@float32_by_default()
 def make_plan(
     model: nn.Module,
     capture: Capture,

@@ -23,9 +23,9 @@ class Amax:
 
     def __init__(self, fmt: Format, margin: int, length: int, device: torch.device) -> None:
         self.fmt, self.margin = fmt, margin
-        self.scale = torch.ones((), device=device)
-        self.current = torch.zeros((), device=device)
-        self._history = torch.zeros(length, device=device)
+        self.scale = torch.ones((), device=device, dtype=torch.float32)
+        self.current = torch.zeros((), device=device, dtype=torch.float32)
+        self._history = torch.zeros(length, device=device, dtype=torch.float32)
         self._next = 0
 
     def record(self, x: Tensor) -> None:

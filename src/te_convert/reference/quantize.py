@@ -123,7 +123,7 @@ def quantize_tensor(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Quan
 
 def largest_magnitude(x: Tensor) -> Tensor:
     """amax of a tensor, float32 without dimensions; 0 for an empty one."""
-    return x.detach().abs().amax().to(torch.float32) if x.numel() else torch.zeros((), device=x.device)
+    return x.detach().abs().amax().to(torch.float32) if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 def quantize_blocks(x: Tensor, fmt: Format, block: tuple[int, int]) -> Quantized:
@@ -182,10 +182,10 @@ def hadamard(x: Tensor) -> Tensor:
 
     Source: ``get_wgrad_sign_vector`` and ``_build_hadamard_matrix`` of ``reference_nvfp4.py``.
     """
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < NVFP4_BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor([1.0, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+    signs = torch.tensor([1.0, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float32)
     matrix = (signs[:, None] * matrix * NVFP4_BLOCK**-0.5).to(x.device)
     rows, columns = x.shape
     filled: Tensor = F.pad(x.to(torch.float32), (0, -columns % NVFP4_BLOCK))

@@ -130,11 +130,17 @@ class AttentionRecord(FusedRecord):
         parameter = next(owner.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         query, key, value = (
-            torch.randn(2, heads, 7, spec.kv_channels[i], generator=generator).to(device, getattr(torch, spec.dtype))
+            torch.randn(2, heads, 7, spec.kv_channels[i], generator=generator, dtype=torch.float32).to(
+                device, getattr(torch, spec.dtype)
+            )
             for heads, i in sizes
         )
         base = DIRECT if self.is_direct else base_implementation(owner.config._attn_implementation)
-        bias = torch.randn(1, spec.num_attention_heads, 7, 7, generator=generator).to(query) if spec.bias else None
+        bias = (
+            torch.randn(1, spec.num_attention_heads, 7, 7, generator=generator, dtype=torch.float32).to(query)
+            if spec.bias
+            else None
+        )
         options: dict[str, Any] = {"softcap": spec.softcap} if spec.softcap else {}
         options |= {BIAS: bias} if spec.bias else {}
         options |= {SINK: self.module.softmax_offset} if spec.softmax_type == "learnable" else {}

@@ -212,7 +212,9 @@ class EagerRecord(FusedRecord):
         parameter = next(self.owner.parameters(), None)
         device = torch.device("cpu") if parameter is None else parameter.device
         query, key, value = (
-            torch.randn(2, spec.num_attention_heads, 7, size, generator=generator).to(device, getattr(torch, spec.dtype))
+            torch.randn(2, spec.num_attention_heads, 7, size, generator=generator, dtype=torch.float32).to(
+                device, getattr(torch, spec.dtype)
+            )
             for size in (spec.kv_channels[0], *spec.kv_channels)
         )
         scale = float(spec.kv_channels[0]) ** -0.5 if spec.softmax_scale is None else spec.softmax_scale

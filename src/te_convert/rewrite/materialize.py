@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from te_convert.capture.ambient import plain_modes
 from te_convert.capture.arguments import require_module
 from te_convert.capture.tensors import model_device
 from te_convert.config import ConvertConfig
@@ -28,6 +29,7 @@ _OF_EVERY_MODULE = nn.Module().__dict__.keys()
 _LOAD_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
+@plain_modes()
 def materialize(model: nn.Module, backend: str = "auto") -> nn.Module:
     """Switch a live converted model between the twins and Transformer Engine, in place and without copying a weight.
 

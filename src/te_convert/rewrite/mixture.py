@@ -104,8 +104,8 @@ class MixtureRecord(FusedRecord):
         """Seeded random tokens and logits, for a site that no run reached."""
         spec: Any = self.decision.spec
         generator, like = torch.Generator().manual_seed(0), next(self.module.parameters())
-        x = torch.randn((2, 5, spec.hidden_size)[-self.routing.dims :], generator=generator)
-        logits = torch.randn((*x.shape[:-1], spec.num_gemms), generator=generator)
+        x = torch.randn((2, 5, spec.hidden_size)[-self.routing.dims :], generator=generator, dtype=torch.float32)
+        logits = torch.randn((*x.shape[:-1], spec.num_gemms), generator=generator, dtype=torch.float32)
         logits = logits.flatten(0, -2) if self.routing.flat else logits
         dtype = torch_dtype(spec.dtype)
         return ((x.to(like.device, dtype), logits.to(like.device, dtype)), {})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from te_convert.capture.ambient import plain_modes
 from te_convert.capture.arguments import require_module
 from te_convert.errors import InputError
 from te_convert.facts.sharing import module_names
@@ -138,6 +139,7 @@ def load_original_state_dict(model: nn.Module, state_dict: Mapping[str, Any], st
     return model.load_state_dict(translated, strict=strict)
 
 
+@plain_modes()
 def revert(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
     """Put every original module back, with the values that the converted ones have now; in place.
 

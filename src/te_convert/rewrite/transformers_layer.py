@@ -148,7 +148,7 @@ class LayerRecord(FusedRecord):
     def sample_inputs(self) -> Inputs | None:
         """Seeded random hidden states [2, 7, h] without a mask, for a site that no run reached."""
         like = next(self.module.parameters())
-        hidden = torch.randn(2, 7, self._spec.hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(2, 7, self._spec.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         hidden = hidden.to(like.device, torch_dtype(self._spec.dtype))
         kind = self._spec.self_attn_mask_type
         kwargs: dict[str, Any] = {"attention_mask": None} if takes_mask(self.layer) else {}

@@ -56,7 +56,7 @@ def _compare_nested(original: torch.Tensor, converted: torch.Tensor) -> Figures:
 
 
 def _max(values: torch.Tensor) -> torch.Tensor:
-    return values.max() if values.numel() else torch.zeros(())
+    return values.max() if values.numel() else torch.zeros((), dtype=values.dtype)
 
 
 def worst_of(figures: Iterable[tuple[str, Figures]]) -> tuple[str, Figures]:

@@ -72,7 +72,7 @@ def seeded_loss(output: Any, padded: torch.Tensor | None) -> torch.Tensor:
     for _, tensor in iter_tensors(output):
         if tensor.requires_grad and tensor.is_floating_point() and tensor.numel():
             value = tensor if padded is None else hide_padding(tensor, padded)
-            weights = torch.randn(tensor.shape, generator=generator).to(tensor.device)
+            weights = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device)
             terms.append((value.float() * weights).mean() if value.dtype is not torch.float64 else (value * weights).mean())
     if not terms:
         raise RuntimeError("no output has a gradient")

@@ -284,7 +284,7 @@ def random_site_parity(fqn: str, site: nn.Module, own: Own | None = None) -> Sit
     parameter = next(iter(site.parameters()))
     width = int(getattr(site, "in_features", 0)) or int(parameter.shape[-1])
     forward = getattr(site, "te_forward", None) if fused_record(site) is not None else None
-    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(parameter.device, parameter.dtype)
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(parameter.device, parameter.dtype)
     recorder = SiteRecorder({} if own is None else {fqn: own})
     with torch.no_grad(), perturbed(site):
         try:

@@ -86,7 +86,7 @@ def scaled_rows(width: int, dtype: torch.dtype, eps: float) -> Tensor:
     random = torch.Generator().manual_seed(0)
     around_zero = torch.randint(-largest, largest + 1, (ROWS // 2, width), generator=random)
     positive = torch.randint(largest // 2 + 1, largest + 1, (ROWS - ROWS // 2, width), generator=random)
-    factors = torch.linspace(first, 2 * first - 1, FACTORS).round() / first
+    factors = torch.linspace(first, 2 * first - 1, FACTORS, dtype=torch.float32).round() / first
     rows = torch.cat((around_zero, positive)).float()[:, None] * factors[:, None]
     power = math.ceil(math.log2(max(math.sqrt(eps / _EPS_SHARE) / largest, 1.0)))
     return (rows * (1 << min(power, _LARGEST_POWER))).to(dtype)

@@ -174,6 +174,6 @@ def _moved(tensor: torch.Tensor, name: str, op: WeightOp | None) -> torch.Tensor
     """With the noise that the original tensor gets, of which ``tensor`` may be some rows."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     size = op.total if isinstance(op, Rows) else tensor.shape[0]
-    noise = torch.randn(size, generator=generator) * AMOUNT
+    noise = torch.randn(size, generator=generator, dtype=torch.float32) * AMOUNT
     noise = op.forward([noise]) if isinstance(op, Rows) else noise
     return tensor + noise.to(tensor.device, tensor.dtype)

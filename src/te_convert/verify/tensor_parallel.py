@@ -74,7 +74,7 @@ def _move(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
             if parameter.dim() == 1 and parameter.is_floating_point() and parameter.numel():
                 saved.append((parameter, parameter.detach().clone()))
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                noise = torch.randn(parameter.shape, generator=generator) * AMOUNT
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * AMOUNT
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
     return saved
 
@@ -100,7 +100,7 @@ def _attempt(model: nn.Module, scenario: Scenario) -> _Run | str:
             outputs = dict(iter_tensors(model(*args, **kwargs)))
             first = next((t for t in outputs.values() if t.requires_grad and t.is_floating_point() and t.numel()), None)
             if first is not None:
-                weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(3)).to(first.device)
+                weights = torch.randn(first.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float32).to(first.device)
                 (first.float() * weights).mean().backward()
             gradients = {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
             return _Run({path: tensor.detach() for path, tensor in outputs.items()}, gradients)

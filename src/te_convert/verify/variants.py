@@ -64,7 +64,7 @@ def other_values(scenario: Scenario, seed: int = 0) -> Scenario:
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device, tensor.dtype)
             return tensor + noise
         if tensor.dtype is torch.bool or tensor.is_complex() or tensor.numel() == 0 or int(tensor.max()) <= 1:
             return tensor

@@ -12,6 +12,8 @@ from torch import nn
 import te_convert
 from te_convert.plan.model import Outcome
 from te_convert.replacements.specs import DotProductAttentionSpec
+from tests.estimate.models import Block as PartsOfABlock
+from tests.estimate.models import tokens
 
 
 class Manual(nn.Module):
@@ -46,12 +48,33 @@ class Block(nn.Module):
         return y
 
 
+class Stack(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([block])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layers[0](x)
+
+
 def perturbed(model: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape))
     return model.eval()
+
+
+@pytest.mark.parametrize("prefix", ["", "layers.0."])
+def test_beside_a_fused_mlp_it_becomes_an_attention(prefix: str) -> None:
+    """The MLP's norm is outside it, so what holds the whole fusion holds the attention, too, which the fusion does not do."""
+    model = Stack(PartsOfABlock(eager=True)) if prefix else PartsOfABlock(eager=True)
+    plan = te_convert.analyze(model, (tokens(),))
+    assert [fusion.spec.name for fusion in plan.fusions if fusion.rule == "norm-mlp"] == ["te.LayerNormMLP"]
+    assert (plan.get(f"{prefix}attn").outcome, plan.get(f"{prefix}attn").rule) == (Outcome.CONVERTED, "eager-attention")
+    result = te_convert.convert(perturbed(model), (tokens(),))
+    assert result.report.parity.passed
+    assert next(site for site in result.report.sites if site.fqn == f"{prefix}attn").executed
 
 
 def test_alone_it_becomes_an_attention() -> None:

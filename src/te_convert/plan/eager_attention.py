@@ -35,7 +35,7 @@ def eager_decisions(
     Returns:
         The decisions, and the fusions that carry out those that convert.
     """
-    owners = [fusion.scope for fusion in fusions if fusion.whole is not None]
+    owners = [fusion.whole for fusion in fusions if fusion.whole is not None]
     decisions: dict[str, Decision] = {}
     made: list[Fusion] = []
     open_sites = [

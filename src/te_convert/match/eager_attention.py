@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from te_convert.capture.graph import Capture, Recording
-from te_convert.facts.scores import PRODUCTS, Scores, begin, plain_name, probabilities, product_operands, step
+from te_convert.facts.scores import Scores, begin, plain_name, probabilities, product_operands, step
 from te_convert.facts.stand_in import relative_error
 from te_convert.match.attention_cores import name_of, written_cores
 from te_convert.match.candidate import Candidate
 from te_convert.match.readers import dropout_p, is_dropout
 from te_convert.match.regions import Region, RegionError
+from te_convert.match.score_paths import Backwards, NotUnderstoodError, label
+from te_convert.match.small_runs import MAX_ELEMENTS, elements, small_nodes
 
 _TOLERANCE = 1e-4
 _MAX_CONSTANT = 12
@@ -65,10 +68,6 @@ class EagerSite:
         self.problem = self.problem or problem
 
 
-class _NotUnderstoodError(Exception):
-    """Why the path from scores to result is not attention."""
-
-
 @dataclass(frozen=True)
 class _Path:
     """One attention in a graph: its nodes from the first product to the second, and what they do."""
@@ -86,19 +85,20 @@ def find_eager_attention(modules: dict[str, nn.Module], capture: Capture, candid
     found: dict[str, EagerSite] = {}
     proved: dict[Hashable, str] = {}
     for recording in capture.recordings:
-        reader = _Reader(modules, recording)
+        probes = _Probes(modules, recording)
         for core in written_cores(recording.graph, lambda node: is_dropout(node, modules)):
             fqn = _owner(core.output)
             if fqn not in by_name:
                 continue
             site = found.setdefault(fqn, EagerSite(by_name[fqn], core.between))
             try:
-                path = reader.path(core.output)
+                reader, output = probes.reader_of(core.output)
+                path = reader.path(output)
                 _prove(path, reader, proved)
-            except (_NotUnderstoodError, RegionError) as error:
+            except (NotUnderstoodError, RegionError) as error:
                 site.refuse(str(error))
                 continue
-            _merge(site, path)
+            _merge(site, path, Backwards(core.output, modules))
     for site in found.values():
         site.refuse(_obstacle(site.site.module))
     return found
@@ -114,7 +114,7 @@ def _obstacle(module: nn.Module) -> str:
     return "it is a module of torch itself" if type(module).__module__.startswith("torch.") else ""
 
 
-def _merge(site: EagerSite, path: _Path) -> None:
+def _merge(site: EagerSite, path: _Path, recorded: Backwards) -> None:
     scores, value = path.scores, path.value.meta["tensor_meta"]
     facts = EagerFacts(path.heads, (scores.query.shape[-1], value.shape[-1]), scores.scale, scores.query.dtype)
     if site.facts is not None and site.facts != facts:
@@ -122,8 +122,35 @@ def _merge(site: EagerSite, path: _Path) -> None:
     if len({site.dropout, *path.dropouts} - {0.0}) > 1:
         site.refuse("its attentions differ in dropout")
     site.facts, site.dropout = facts, max((site.dropout, *path.dropouts))
-    result = (*value.shape[:-2], scores.query.shape[-2], value.shape[-1])
-    site.shapes.append((tuple(scores.query.shape), result, facts.dtype))
+    query, result = (recorded.factors[0].meta["tensor_meta"].shape, recorded.value.meta["tensor_meta"].shape)
+    site.shapes.append((tuple(query), (*result[:-2], query[-2], result[-1]), facts.dtype))
+
+
+class _Probes:
+    """Where the attentions of a recording are looked at: in itself, or if they are large, in a small run that went the same way."""
+
+    def __init__(self, modules: dict[str, nn.Module], recording: Recording) -> None:
+        self.modules, self.recording = modules, recording
+        self._here = _Reader(modules, recording)
+
+    def reader_of(self, output: fx.Node) -> tuple[_Reader, fx.Node]:
+        """A reader, and the node in its graph that stands for ``output``.
+
+        Raises:
+            NotUnderstoodError: the scores are large, and no small run shows the same.
+        """
+        scores = elements(Backwards(output, self.modules).product)
+        if scores <= MAX_ELEMENTS:
+            return self._here, output
+        if self._small is None:
+            raise NotUnderstoodError(f"its {scores:,} scores are too many for a probe, and shorter inputs do not run the same way")
+        reader, nodes = self._small
+        return reader, nodes[output]
+
+    @cached_property
+    def _small(self) -> tuple[_Reader, dict[fx.Node, fx.Node]] | None:
+        found = small_nodes(self.modules[""], self.recording)
+        return None if found is None else (_Reader(self.modules, found[0]), found[1])
 
 
 class _Reader:
@@ -138,20 +165,20 @@ class _Reader:
         """The attention whose result is ``output``.
 
         Raises:
-            _NotUnderstoodError: some operation on the way does something else, or the scores have other readers.
+            NotUnderstoodError: some operation on the way does something else, or the scores have other readers.
         """
-        before = _Backwards(output, self.modules)
+        before = Backwards(output, self.modules)
         product = before.product
         if _owner(product) != _owner(output):
-            raise _NotUnderstoodError("the two products are in different modules")
+            raise NotUnderstoodError("the two products are in different modules")
         meta = before.factors[0].meta.get("tensor_meta")
         if meta is None or meta.dtype not in _DTYPES:
-            raise _NotUnderstoodError(f"its queries are {'unknown' if meta is None else str(meta.dtype).removeprefix('torch.')}")
+            raise NotUnderstoodError(f"its queries are {'unknown' if meta is None else str(meta.dtype).removeprefix('torch.')}")
         first, second = (self.value(node) for node in before.factors)
         args, kwargs = self._arguments(product, {before.factors[0]: first, before.factors[1]: second})
         scores = begin(name_of(product), args, kwargs)
         if scores is None:
-            raise _NotUnderstoodError(f"{name_of(product)} is not a product of queries and transposed keys")
+            raise NotUnderstoodError(f"{name_of(product)} is not a product of queries and transposed keys")
         state: dict[fx.Node, Scores] = {product: scores}
         heads = _heads(scores.shape)
         dropouts: set[float] = set()
@@ -161,7 +188,7 @@ class _Reader:
             name, args, kwargs = self._call(node, source)
             after = step(state[source], source, name, args, kwargs)
             if after is None:
-                raise _NotUnderstoodError(f"{_label(node, self.modules)} does something to the scores that TE's attention does not")
+                raise NotUnderstoodError(f"{label(node, self.modules)} does something to the scores that TE's attention does not")
             if is_dropout(node, self.modules):
                 dropouts.add(after.dropout and dropout_p(node, self.modules))
             state[node] = after
@@ -169,7 +196,7 @@ class _Reader:
             nodes.append(node)
         last = state[nodes[-1]]
         if not last.is_softmax:
-            raise _NotUnderstoodError("there is no softmax over the keys")
+            raise NotUnderstoodError("there is no softmax over the keys")
         self._check_readers(nodes, output)
         return _Path((*nodes, output), last, heads, before.value, frozenset(dropouts))
 
@@ -198,16 +225,16 @@ class _Reader:
                 if user in path or only_shape or (name_of(user) == "after_mutation" and not user.users):
                     continue
                 if user.op == "output":
-                    raise _NotUnderstoodError("its scores or probabilities are part of the model's output")
-                raise _NotUnderstoodError(
-                    f"{_label(user, self.modules)} in {_owner(user) or 'the root'} reads its scores or probabilities too"
+                    raise NotUnderstoodError("its scores or probabilities are part of the model's output")
+                raise NotUnderstoodError(
+                    f"{label(user, self.modules)} in {_owner(user) or 'the root'} reads its scores or probabilities too"
                 )
 
     def value(self, node: fx.Node) -> Tensor:
         """A tensor for a node outside the path: its own value where it is a constant, else a random one of its shape.
 
         Raises:
-            _NotUnderstoodError: a number that the run computed, or integers.
+            NotUnderstoodError: a number that the run computed, or integers.
         """
         if node not in self._values:
             constant = self._constant(node)
@@ -249,9 +276,9 @@ class _Reader:
     def _random(self, node: fx.Node) -> Tensor:
         meta = node.meta.get("tensor_meta")
         if meta is None or (not meta.dtype.is_floating_point and meta.dtype is not torch.bool):
-            raise _NotUnderstoodError(f"{_label(node, self.modules)} gives no floating-point numbers and no mask")
+            raise NotUnderstoodError(f"{label(node, self.modules)} gives no floating-point numbers and no mask")
         if len(meta.shape) == 0:
-            raise _NotUnderstoodError(f"a number is computed by {_label(node, self.modules)}")
+            raise NotUnderstoodError(f"a number is computed by {label(node, self.modules)}")
         generator = torch.Generator().manual_seed(self.order[node])
         if meta.dtype is torch.bool:
             mask = torch.rand(meta.shape, generator=generator) > 0.5
@@ -260,73 +287,8 @@ class _Reader:
         return torch.randn(meta.shape, generator=generator).to(meta.dtype)
 
 
-class _Backwards:
-    """From the second product back to the first one.
-
-    Attributes:
-        product: the first product; ``factors`` are its two inputs.
-        between: the nodes from it to the probabilities, in their order.
-        value: the values.
-
-    Raises:
-        _NotUnderstoodError: there is no such path.
-    """
-
-    def __init__(self, output: fx.Node, modules: dict[str, nn.Module]) -> None:
-        factors = _factors(output)
-        if factors is None:
-            raise _NotUnderstoodError(f"{name_of(output)} is not a product of probabilities and values")
-        node, self.value = factors
-        passed: list[fx.Node] = []
-        for _ in range(_MAX_CONSTANT * 2):
-            found = _factors(node) if name_of(node) in PRODUCTS else None
-            if found is not None:
-                self.product, self.factors, self.between = node, found, tuple(reversed(passed))
-                return
-            inputs = [item for item in node.all_input_nodes if item.op not in ("get_attr", "placeholder")]
-            passed.append(node)
-            source = next((item for item in inputs if _leads_to_product(item)), None)
-            if source is None:
-                break
-            node = source
-        raise _NotUnderstoodError(f"{_label(passed[-1], modules)} does something to the scores that TE's attention does not")
-
-
-def _leads_to_product(node: fx.Node) -> bool:
-    """Whether walking back along first inputs meets a product soon."""
-    for _ in range(_MAX_CONSTANT * 2):
-        if name_of(node) in PRODUCTS:
-            return True
-        if not node.all_input_nodes or (node.op == "call_module" and not _is_plain_module(node)):
-            return False
-        inputs = node.all_input_nodes
-        node = next((item for item in inputs if item.op not in ("get_attr", "placeholder")), inputs[0])
-    return False
-
-
-def _is_plain_module(node: fx.Node) -> bool:
-    return "softmax" in str(node.target).lower() or "drop" in str(node.target).lower()
-
-
-def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two nodes that a product multiplies, whatever form it has."""
-    name = name_of(node)
-    if node.op == "call_module" or name not in PRODUCTS:
-        return None
-    if name == "einsum":
-        inputs = list(node.all_input_nodes)
-    else:
-        values = (*node.args, *node.kwargs.values())
-        inputs = [item for item in values if isinstance(item, fx.Node)]
-    return (inputs[-2], inputs[-1]) if len(inputs) >= 2 else None
-
-
 def _heads(shape: tuple[int, ...]) -> int:
     return shape[-3] if len(shape) > 3 else 1
-
-
-def _label(node: fx.Node, modules: dict[str, nn.Module]) -> str:
-    return type(modules[str(node.target)]).__name__ if node.op == "call_module" else name_of(node)
 
 
 def _operands(nodes: tuple[fx.Node, ...]) -> Iterator[fx.Node]:
@@ -343,7 +305,7 @@ def _prove(path: _Path, reader: _Reader, proved: dict[Hashable, str]) -> None:
     """Evaluate the recorded operations and the attention that they were taken for on the same random numbers.
 
     Raises:
-        _NotUnderstoodError: they differ.
+        NotUnderstoodError: they differ.
     """
     inputs = tuple(sorted(_operands(path.nodes), key=reader.order.__getitem__))
     region = Region(inputs, path.nodes[-1], path.nodes)
@@ -351,7 +313,7 @@ def _prove(path: _Path, reader: _Reader, proved: dict[Hashable, str]) -> None:
     if key not in proved:
         proved[key] = _difference(path, region, reader)
     if proved[key]:
-        raise _NotUnderstoodError(proved[key])
+        raise NotUnderstoodError(proved[key])
 
 
 def _difference(path: _Path, region: Region, reader: _Reader) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,11 +14,14 @@ from torch import fx, nn
 from te_convert.capture.graph import Recording
 from te_convert.match.groups import Group
 from te_convert.match.regions import MAX_NODES, Region, RegionError, find_region
+from te_convert.match.small_runs import MAX_ELEMENTS
 from te_convert.reference.activations import ACTIVATION_NAMES, activate, is_gated
 
 ERF = "-erf"
 """Suffix of the two activations that TE lacks: ``gelu-erf`` and ``geglu-erf``."""
 _TOLERANCE = 2e-6
+_FEW = 4
+"""Size of each dimension but the last where a probe's numbers would be too many."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,30 @@ def _recognise(region: Region, group: Group, down: str) -> tuple[str, str]:
     ffn = group.all_linears[down].spec.in_features
     if any(tuple(node.meta["tensor_meta"].shape) != shape for node in region.inputs):
         return "", "its two inputs have different shapes"
-    generator = torch.Generator().manual_seed(0)
-    values = [torch.randn(shape, generator=generator) * scale for scale in (4.0, 2.0)[: len(region.inputs)]]
-    found = region.evaluate(group.modules, values)
+    values, found = _evaluated(region, group, shape)
     for name, packed, expected in _candidates(values, ffn):
         if expected.shape == found.shape and _close(expected, found):
             return name, packed
     return "", "its activation is none of TE's"
+
+
+def _evaluated(region: Region, group: Group, shape: tuple[int, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Random inputs and the region's output; of large inputs a few rows, which show as much of a function of single elements.
+
+    Raises:
+        RegionError: it does not run on inputs of the recorded shape.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.randn(sizes, generator=generator) * scale for scale in (4.0, 2.0)[: len(region.inputs)]]
+
+    if math.prod(shape) > MAX_ELEMENTS:
+        values = draw((*(min(size, _FEW) for size in shape[:-1]), shape[-1]))
+        with suppress(RegionError):  # it names the recorded sizes
+            return values, region.evaluate(group.modules, values)
+    values = draw(shape)
+    return values, region.evaluate(group.modules, values)
 
 
 def _candidates(values: list[torch.Tensor], ffn: int) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -89,7 +89,7 @@ docs: setup ## rewrite the generated pages (docs/reasons.md, docs/regressions.md
 bench: setup ## time a conversion, stage by stage
 	@HF_HUB_OFFLINE=1 $(BIN)/python benchmarks/convert.py
 
-mutants: setup ## plant mistakes into real conversions and count what the parity gate catches (about ten minutes)
+mutants: setup ## plant mistakes into real conversions and count what the parity gate catches, in three dtypes (float32 alone: 12 minutes)
 	@$(TEST_ENV) $(BIN)/python benchmarks/mutants.py
 
 fuzz: setup ## convert 2000 models and 2000 forwards composed at random and check what a conversion promises (about an hour)

@@ -10,6 +10,8 @@ equivalent and not counted.  What changes rounding alone is a mistake in bf16 an
 1.25 times the original's own.  The right conversions of the same architectures, of hand-written models and of timm's must pass as
 they are.  The exit code is 1 when a mistake is missed or a right conversion is not believed.
 
+float32 takes 12 minutes on two CPU cores (docs/verification.md); the time of bf16 and fp16 has not been measured.
+
 The catalogue is tests/verify/mutant_kinds.py, the architectures are those of tests/verify/mutant_suite.py.
 """
 

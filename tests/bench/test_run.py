@@ -14,6 +14,7 @@ import te_convert
 from te_convert.bench.model import BenchResult
 from te_convert.errors import EnvironmentLacksError, InputError
 from tests.bench.bench_samples import inputs, net
+from tests.check.test_run import ReadsAgainWithGradients
 
 SOURCE = """
 import torch
@@ -240,3 +241,12 @@ def test_on_a_gpu() -> None:
     found = measure(model, (torch.randn(64, 256),), dtype="bfloat16", device="cuda", recipes=None)
     assert all(row.rounds_ms or row.reason for row in found.rows)
     assert (found.row("original").peak_bytes or 0) > 2 * 256 * 512 * 2
+
+
+def test_calls_that_a_fusion_does_not_cover_are_told() -> None:
+    """Their time is that of the original modules, so the figures would mislead."""
+    x = (torch.randn(4, 32, generator=torch.Generator().manual_seed(0)),)
+    (note,) = (note for note in measure(ReadsAgainWithGradients(), x).notes if "did not run on the replacement" in note)
+    assert note.startswith("converted: ")
+    assert "(te.LayerNormLinear)" in note
+    assert not [note for note in measure(ReadsAgainWithGradients(), x, training=False).notes if "did not run" in note]

@@ -16,7 +16,7 @@ from torch import nn
 import te_convert
 from te_convert.errors import EnvironmentLacksError, FallbackWarning
 from te_convert.plan.model import SITE_ATTRIBUTE
-from te_convert.rewrite.fallback import speaks_of_the_machine
+from te_convert.rewrite.fallback import SiteFallback, fallback_words, speaks_of_the_machine
 from te_convert.runtime import backend
 from te_convert.runtime.probe import TransformerEngineProbe
 from tests.replacements import fake_te
@@ -241,3 +241,14 @@ def test_a_directory_loads_on_twins_where_te_does_not_import(directory: Path, mo
     with pytest.raises(EnvironmentLacksError, match=r"te\.cudnn-missing") as demanded:
         te_convert.load(directory, backend="te")
     assert demanded.value.exit_code == 4
+
+
+def test_words_name_each_cause_once_and_five_sites() -> None:
+    many = [SiteFallback(f"layers.{i}", "te.Linear", "RuntimeError: no kernel", 2, on_twin=True) for i in range(7)]
+    one = SiteFallback("", "te.LayerNormLinear", "a call that it does not cover", 1, on_twin=False)
+    assert fallback_words([*many, one]) == (
+        "14 calls of layers.0 (te.Linear), layers.1 (te.Linear), layers.2 (te.Linear), layers.3 (te.Linear), layers.4 (te.Linear), "
+        "... did not run on Transformer Engine but on twins: RuntimeError: no kernel",
+        "1 call of the root (te.LayerNormLinear) did not run on the replacement: a call that it does not cover",
+    )
+    assert fallback_words([]) == ()

@@ -27,6 +27,7 @@ from te_convert.capture.scenario import Scenario
 from te_convert.check.run import converted_names
 from te_convert.config import Progress, patterns
 from te_convert.errors import InputError
+from te_convert.rewrite.fallback import fallback_words, fallbacks
 from te_convert.runtime.backend import choose_backend
 from te_convert.runtime.probe import describe_environment
 from te_convert.verify.compare import Outputs, compare_outputs
@@ -169,7 +170,8 @@ def bench(
     exact, note = _reference(subject)
     _measure(runners, rounds, warmup, progress or (lambda stage, done, total: None))
     converted = next((r.model for r in runners if r.model is not None and r.variant.name not in (ORIGINAL, COMPILED)), None)
-    notes = (*subject.notes, *((note,) if note else ()))
+    past = [f"{r.variant.name}: {words}" for r in runners if r.model is not None for words in fallback_words(fallbacks(r.model))]
+    notes = (*past, *subject.notes, *((note,) if note else ()))
     result = BenchResult(
         **{
             **found.__dict__,

@@ -8,6 +8,7 @@ from typing import Any
 
 from te_convert.report.format import clean, format_db, format_error, format_figures, format_name, format_ratio, plural
 from te_convert.report.summary import parity_words
+from te_convert.rewrite.fallback import SiteFallback, fallback_words
 from te_convert.verify.model import Figures, Parity, ScenarioParity, SiteParity
 
 CHECK_SCHEMA = 1
@@ -98,6 +99,7 @@ class CheckResult:
         parity: what verification found.
         versions: of this package and of what it ran on.
         notes: what limits the verdict, one sentence each.
+        fallbacks: what did not run as planned while it was checked, as :func:`te_convert.fallbacks` has it.
         golden: the comparison with recorded figures, if one was asked for.
         seconds: how long the check took.
     """
@@ -111,6 +113,7 @@ class CheckResult:
     parity: Parity
     versions: dict[str, str | None]
     notes: tuple[str, ...] = ()
+    fallbacks: tuple[SiteFallback, ...] = ()
     golden: GoldenVerdict | None = None
     seconds: float = 0.0
 
@@ -121,8 +124,8 @@ class CheckResult:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """All notes, those of the golden verdict included."""
-        return (*self.notes, *(self.golden.notes if self.golden is not None else ()))
+        """All notes, those of the golden verdict and of the fallbacks included."""
+        return (*self.notes, *fallback_words(self.fallbacks), *(self.golden.notes if self.golden is not None else ()))
 
     @property
     def parity_failures(self) -> tuple[Failure, ...]:
@@ -172,6 +175,7 @@ class CheckResult:
             "converted": list(self.converted),
             "failures": [failure.to_dict() for failure in self.failures],
             "notes": list(self.notes),
+            "fallbacks": [dict(each.__dict__) for each in self.fallbacks],
             "golden": None if self.golden is None else self.golden.to_dict(),
             "parity": self.parity.to_dict(),
             "seconds": round(self.seconds, 3),

@@ -21,6 +21,7 @@ from te_convert.emit.manifest import MANIFEST, read_manifest
 from te_convert.emit.original import rebuild_original
 from te_convert.emit.source_files import stored_inputs
 from te_convert.errors import InputError
+from te_convert.rewrite.fallback import fallbacks
 from te_convert.rewrite.fused import fused_record
 from te_convert.rewrite.state import converted_modules
 from te_convert.runtime.probe import describe_environment
@@ -157,6 +158,7 @@ def _result(target: str, kind: str, file: str, model_class: str, converted: nn.M
         parity=parity,
         versions={name: None if environment.get(name) is None else str(environment[name]) for name in _VERSIONS},
         notes=parity.notes,
+        fallbacks=tuple(fallbacks(converted)),
         seconds=time.perf_counter() - start,
     )
 

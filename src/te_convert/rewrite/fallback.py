@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ def unwatch(model: nn.Module) -> None:
 
 
 def fallbacks(model: nn.Module) -> list[SiteFallback]:
-    """What did not run as planned since the model was loaded or materialized, in module order; empty when all did.
+    """What did not run as planned since the model was converted, loaded or materialized, in module order; empty when all did.
 
     Args:
         model: a converted model.
@@ -145,6 +145,22 @@ def fallbacks(model: nn.Module) -> list[SiteFallback]:
             cause = "a call that the fusion does not cover ran the original modules"
             found.append(SiteFallback(fqn, name, cause, record.fallbacks, on_twin=False))
     return found
+
+
+def fallback_words(found: Sequence[SiteFallback]) -> tuple[str, ...]:
+    """What did not run as planned, one sentence for each cause, with at most five sites by name."""
+    causes: dict[tuple[bool, str], list[SiteFallback]] = {}
+    for each in found:
+        causes.setdefault((each.on_twin, each.cause), []).append(each)
+    lines = []
+    for (on_twin, cause), sites in causes.items():
+        calls = sum(site.calls for site in sites)
+        names = ", ".join(
+            [*(f"{site.fqn or 'the root'} ({site.replacement})" for site in sites[:5]), *(["..."] if sites[5:] else [])]
+        )
+        what = "did not run on Transformer Engine but on twins" if on_twin else "did not run on the replacement"
+        lines.append(f"{calls} call{'s' if calls != 1 else ''} of {names} {what}: {cause}")
+    return tuple(lines)
 
 
 def _name_of_forward(module: nn.Module) -> str:

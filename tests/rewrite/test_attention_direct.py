@@ -112,8 +112,8 @@ class OneHead(Attention):
     """Queries [b, s, d]."""
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.query(x), *self.pair(x if context is None else context).chunk(2, -1)
-        y: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, mask, 0.0, self.causal and mask is None))
+        k, v = self.pair(x if context is None else context).chunk(2, -1)
+        y: Tensor = self.proj(F.scaled_dot_product_attention(self.query(x), k, v, mask, 0.0, self.causal and mask is None))
         return y
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ class Checkpoint:
     files: tuple[Path, ...]
     pickled: dict[str, torch.Tensor] = field(default_factory=dict)
     _open: dict[Path, BinaryIO] = field(default_factory=dict)
+    _rows: tuple[str, memoryview] = ("", memoryview(b""))
     _stack: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -48,6 +49,7 @@ class Checkpoint:
         """Close its files."""
         self._stack.close()
         self._open.clear()
+        self._rows = ("", memoryview(b""))
 
     def chunks(self, name: str, start: int, count: int, buffer: memoryview) -> Iterator[memoryview]:
         """Bytes [start, start + count) of a tensor, a part at a time; each is valid until the next is asked for.
@@ -56,7 +58,9 @@ class Checkpoint:
             InputError: the disk fails, or the file has become shorter; with file and offset.
         """
         if name in self.pickled:
-            yield from _views(self.pickled[name], start, count, len(buffer))
+            data = self._pickled(name)
+            for place in range(start, start + count, len(buffer)):
+                yield data[place : min(place + len(buffer), start + count)]
             return
         entry = self.entries[name]
         file = self._file(entry.path)
@@ -71,12 +75,16 @@ class Checkpoint:
         """A whole tensor in memory."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        place = 0
-        target = bytes_of(tensor)
-        for part in self.chunks(name, 0, entry.size, memoryview(bytearray(CHUNK_BYTES))):
-            target[place : place + len(part)] = part
-            place += len(part)
+        fill(bytes_of(tensor), self.chunks(name, 0, entry.size, memoryview(bytearray(CHUNK_BYTES))))
         return tensor
+
+    def _pickled(self, name: str) -> memoryview:
+        """The bytes of a torch file's tensor in row-major order; one that was saved otherwise is copied once, not for each part."""
+        if self.pickled[name].is_contiguous():
+            return bytes_of(self.pickled[name])
+        if self._rows[0] != name:
+            self._rows = (name, bytes_of(self.pickled[name]))
+        return self._rows[1]
 
     def _file(self, path: Path) -> BinaryIO:
         if path not in self._open:
@@ -102,15 +110,20 @@ def _fill(file: BinaryIO, place: int, part: memoryview, path: Path) -> None:
 _DISK = "check the disk; --resume goes on from the last finished shard"
 
 
-def _views(tensor: torch.Tensor, start: int, count: int, step: int) -> Iterator[memoryview]:
-    data = bytes_of(tensor)
-    for place in range(start, start + count, step):
-        yield data[place : min(place + step, start + count)]
+def fill(target: memoryview, parts: Iterable[memoryview]) -> None:
+    """Copy parts one after the other into ``target``; what it has no more room for is left out."""
+    place = 0
+    for part in parts:
+        part = part[: len(target) - place]
+        target[place : place + len(part)] = part
+        place += len(part)
+        if place == len(target):
+            return
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor in row-major order, without a copy when it is laid out so."""
-    raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    raw: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return memoryview(raw)
 
 

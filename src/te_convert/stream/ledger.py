@@ -16,17 +16,14 @@ from te_convert.stream.pieces import Layout, Piece
 from te_convert.stream.staging import ShardRecord
 
 LEDGER = "ledger.json"
-LEDGER_SCHEMA = 1
+LEDGER_SCHEMA = 2  # 1 had no roll
 
 
 def write_ledger(weights: Mapping[str, Layout], sources: Mapping[str, Entry], records: Sequence[ShardRecord]) -> str:
     """The ledger as JSON text: each tensor with its pieces and the SHA-256 of their bytes, each source with dtype and shape."""
     digests = {name: digest for record in records for name, digest in record.tensors.items()}
     tensors = {
-        name: [
-            {"source": p.source, "start": p.start, "count": p.count, "columns": p.columns, "sha256": sha256}
-            for p, sha256 in zip(layout.pieces, digests[name], strict=True)
-        ]
+        name: [{**vars(p), "sha256": sha256} for p, sha256 in zip(layout.pieces, digests[name], strict=True)]
         for name, layout in weights.items()
     }
     origins = {
@@ -44,14 +41,14 @@ def read_ledger(path: Path, checkpoint: Checkpoint) -> tuple[dict[str, Layout], 
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema"] != LEDGER_SCHEMA:
+        if data["schema"] not in (1, LEDGER_SCHEMA):
             raise LoadError(f"{LEDGER} has schema {data['schema']!r}; this version reads {LEDGER_SCHEMA}", "use the newer version")
         sources = {key: (torch_dtype(each["dtype"]), tuple(each["shape"])) for key, each in data["sources"].items()}
         made = {
             name: Layout(
                 checkpoint.entries[name].dtype,
                 checkpoint.entries[name].shape,
-                tuple(Piece(p["source"], p["start"], p["count"], p["columns"]) for p in pieces),
+                tuple(Piece(p["source"], p["start"], p["count"], p["columns"], p.get("roll", 0)) for p in pieces),
             )
             for name, pieces in data["tensors"].items()
         }

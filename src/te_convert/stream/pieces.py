@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from te_convert.errors import InputError
-from te_convert.weights.ops import Concat, Fill, Move, Rows, SwapHalves, Take, Transpose, WeightOp
+from te_convert.weights.ops import Concat, Move, Rows, SwapHalves, Take, Transpose, WeightOp
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,23 @@ class Piece:
         start: first element, counted in the source's row-major order.
         count: number of elements.
         columns: 0 for elements in their order; else the run is a matrix [count / columns, columns] that is written transposed.
+        roll: with ``columns``, rows to roll by as ``torch.roll`` does: of what is written when it is positive, of the run before
+            that when it is negative.  ``-roll`` is the way back.
     """
 
     source: str
     start: int
     count: int
     columns: int = 0
+    roll: int = 0
+
+    def arranged(self, run: torch.Tensor) -> torch.Tensor:
+        """The run's elements, 1-D, in the order in which they are written."""
+        if not self.columns:
+            return run
+        matrix = run.view(-1, self.columns)
+        matrix = (matrix.roll(self.roll, 0) if self.roll < 0 else matrix).t()
+        return (matrix.roll(self.roll, 0) if self.roll > 0 else matrix).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,6 @@ def pieces_of(op: WeightOp, names: tuple[str, ...], shape_of: Callable[[str], tu
         names: full names of its sources, in order.
         shape_of: shape of a source by full name.
 
-    Raises:
-        InputError: an operation that is no rearrangement of runs (exchanged halves of a transposed weight).
     """
     shapes = [shape_of(name) for name in names]
     sizes = [math.prod(shape) for shape in shapes]
@@ -84,12 +93,12 @@ def pieces_of(op: WeightOp, names: tuple[str, ...], shape_of: Callable[[str], tu
     if isinstance(op, Rows):
         row = sizes[0] // op.total
         return (Piece(names[0], op.start * row, op.count * row),)
-    if isinstance(op, SwapHalves) and not op.transposed:
-        row = sizes[0] // shapes[0][0]
-        first = (shapes[0][0] - shapes[0][0] // 2) * row
-        return (Piece(names[0], first, sizes[0] - first), Piece(names[0], 0, first))
-    assert not isinstance(op, Fill)  # constants are made, not read
-    raise InputError(f"{op.dest}: halves of a transposed weight are not exchanged while streaming", "convert with --no-stream")
+    assert isinstance(op, SwapHalves)  # a Fill is made, not read
+    if op.transposed:
+        return (Piece(names[0], 0, sizes[0], columns=shapes[0][1], roll=shapes[0][1] // 2),)
+    row = sizes[0] // shapes[0][0]
+    first = (shapes[0][0] - shapes[0][0] // 2) * row
+    return (Piece(names[0], first, sizes[0] - first), Piece(names[0], 0, first))
 
 
 def compose(layout: Layout, inner: Mapping[str, Layout]) -> Layout:
@@ -118,7 +127,7 @@ def _cut(piece: Piece, source: Layout) -> list[Piece]:
     if piece.columns:
         if len(found) != 1:
             raise InputError(f"{piece.source}: a weight in pieces is not transposed while streaming", "convert with --no-stream")
-        found = [replace(found[0], columns=piece.columns)]
+        found = [replace(found[0], columns=piece.columns, roll=piece.roll)]
     return found
 
 
@@ -138,7 +147,7 @@ def invert(layouts: Mapping[str, Layout], sources: Mapping[str, tuple[torch.dtyp
         for piece in layout.pieces:
             if piece.source in used:
                 rows = piece.count // piece.columns if piece.columns else 0
-                used[piece.source].append((piece.start, Piece(name, place, piece.count, columns=rows)))
+                used[piece.source].append((piece.start, Piece(name, place, piece.count, rows, -piece.roll)))
             place += piece.count
     found: dict[str, Layout] = {}
     for source, (dtype, shape) in sources.items():

@@ -22,8 +22,8 @@ from te_convert.plan.model import Plan
 from te_convert.reasons import ReasonCode, reason
 from te_convert.replacements.specs import DotProductAttentionSpec
 from te_convert.rewrite.apply import apply_plan
-from te_convert.stream.checkpoint import CHUNK_BYTES, Checkpoint, bytes_of
-from te_convert.stream.pieces import Layout, Piece
+from te_convert.stream.checkpoint import CHUNK_BYTES, Checkpoint, bytes_of, fill
+from te_convert.stream.pieces import Layout
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.reference import record_reference
@@ -264,31 +264,26 @@ def read_layout(layout: Layout, checkpoint: Checkpoint, rows: int | None = None)
         rows: how many rows; None for all.
     """
     shape = layout.shape if rows is None else (rows, *layout.shape[1:])
-    stored = checkpoint.entries[layout.pieces[0].source].dtype
-    tensor = torch.empty(shape, dtype=stored)
-    target = bytes_of(tensor)
-    buffer, place = memoryview(bytearray(CHUNK_BYTES)), 0
-    for piece in layout.pieces:
-        size = min(piece.count * stored.itemsize, len(target) - place)
-        for part in _parts(piece, size, checkpoint, buffer):
-            target[place : place + len(part)] = part
-            place += len(part)
+    tensor = torch.empty(shape, dtype=checkpoint.entries[layout.pieces[0].source].dtype)
+    fill(bytes_of(tensor), _parts(layout, checkpoint))
     return tensor.to(layout.dtype)
 
 
-def _parts(piece: Piece, size: int, checkpoint: Checkpoint, buffer: memoryview) -> Iterator[memoryview]:
-    width = checkpoint.entries[piece.source].dtype.itemsize
-    if not piece.columns:
-        yield from checkpoint.chunks(piece.source, piece.start * width, size, buffer)
-        return
-    run = checkpoint.load(piece.source).view(-1)[piece.start : piece.start + piece.count]
-    yield bytes_of(run.view(-1, piece.columns).t().contiguous())[:size]
+def _parts(layout: Layout, checkpoint: Checkpoint) -> Iterator[memoryview]:
+    """The layout's bytes in the checkpoint's dtype; each part is valid until the next is asked for."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for piece in layout.pieces:
+        width = checkpoint.entries[piece.source].dtype.itemsize
+        if piece.columns:
+            run = checkpoint.load(piece.source).view(-1)[piece.start : piece.start + piece.count]
+            yield bytes_of(piece.arranged(run))
+        else:
+            yield from checkpoint.chunks(piece.source, piece.start * width, piece.count * width, buffer)
 
 
 def digest_of(layout: Layout, checkpoint: Checkpoint) -> str:
     """SHA-256 of a tensor's bytes in the checkpoint's dtype."""
-    found, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    for piece in layout.pieces:
-        for part in _parts(piece, piece.count * checkpoint.entries[piece.source].dtype.itemsize, checkpoint, buffer):
-            found.update(part)
+    found = hashlib.sha256()
+    for part in _parts(layout, checkpoint):
+        found.update(part)
     return found.hexdigest()

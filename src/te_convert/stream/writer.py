@@ -133,11 +133,8 @@ class ShardWriter:
 
     def _transposed(self, piece: Piece, dtype: torch.dtype) -> Iterator[memoryview]:
         entry = self._checkpoint.entries[piece.source]
-        data = self._checkpoint.load(piece.source).view(-1)[piece.start : piece.start + piece.count]
-        matrix = data.view(-1, piece.columns).t()
-        matrix = (matrix if entry.dtype == dtype else cast(matrix, dtype, piece.source)).contiguous()
-        assert entry.size >= data.numel()
-        raw = bytes_of(matrix)
+        run = piece.arranged(self._checkpoint.load(piece.source).view(-1)[piece.start : piece.start + piece.count])
+        raw = bytes_of(run if entry.dtype == dtype else cast(run, dtype, piece.source))
         for place in range(0, len(raw), CHUNK_BYTES):
             yield raw[place : place + CHUNK_BYTES]
 

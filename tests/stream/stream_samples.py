@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,3 +92,30 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def tokens() -> torch.Tensor:
     """int64 [2, 12]."""
     return torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+def finished(out: Path) -> dict[str, int]:
+    """Shards of an unfinished run and their inodes: one that was written anew has another."""
+    files = (out.parent / f".{out.name}.partial" / "files").iterdir()
+    return {file.name: file.stat().st_ino for file in files if file.suffix == ".safetensors"}
+
+
+def inodes(folder: Path, names: dict[str, int]) -> dict[str, int]:
+    """Those of some files of a directory."""
+    return {name: (folder / name).stat().st_ino for name in names}
+
+
+def failing_reads(healthy: int, told: list[str]) -> Callable[[int, Any, int], int]:
+    """``os.preadv`` on a disk that fails after so many bytes; ``told`` gets what should be said of each failure."""
+    read, seen = os.preadv, [0]
+
+    def preadv(handle: int, buffers: Any, offset: int) -> int:
+        if seen[0] >= healthy:
+            file = Path(f"/proc/self/fd/{handle}").readlink()
+            told.append(f"{file} cannot be read at offset {offset}: Input/output error")
+            raise OSError(errno.EIO, "Input/output error")
+        got = read(handle, buffers, offset)
+        seen[0] += got
+        return got
+
+    return preadv

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import te_convert
+from te_convert.cli.main import main
 from te_convert.errors import InputError
 from te_convert.stream import convert as convert_module
 from te_convert.stream.writer import ShardWriter
-from tests.stream.stream_samples import BUILDERS, build, tensors, tokens, write
+from tests.stream.stream_samples import BUILDERS, build, finished, inodes, tensors, tokens, write
 
 pytest.importorskip("transformers")
 SHARD = 30_000
@@ -167,27 +169,44 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(source: Path, tmp_path: 
     assert not (tmp_path / "te").exists()
 
 
-def test_killed_while_streaming(source: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle of a shard: no directory; --resume makes the same one as an undisturbed run."""
-    code = (
-        "import sys, time\nfrom te_convert.stream.writer import ShardWriter\nfrom te_convert.cli.main import main\n"
-        "write, calls = ShardWriter._chunks, []\n"
-        "def slow(self, *args):\n"
-        "    calls.append(1)\n"
-        "    if len(calls) == 12:\n        print('now', file=sys.__stdout__, flush=True)\n        time.sleep(60)\n"
-        "    yield from write(self, *args)\n"
-        "if sys.argv.pop(1) == 'slow':\n    ShardWriter._chunks = slow\n"
-        "import te_convert.stream.convert as c\nc.SHARD_BYTES = 30000\n"
-        "main()\n"
-    )
+KILLED = f"""
+import sys, time
+import te_convert
+from te_convert.cli.main import main
+from te_convert.stream.writer import ShardWriter
+
+te_convert.convert_checkpoint.__kwdefaults__["shard_bytes"] = {SHARD}
+read, calls = ShardWriter._chunks, []
+
+
+def slow(self, *args):
+    calls.append(1)
+    if len(calls) == 25:
+        print("now", file=sys.__stdout__, flush=True)
+        time.sleep(600)
+    yield from read(self, *args)
+
+
+ShardWriter._chunks = slow
+main()
+"""
+
+
+def test_killed_while_streaming(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 in the middle of a shard: no directory; --resume keeps the finished shards and makes what was asked for."""
     arguments = [str(source), "--stream", "--no-verify", "--out", str(tmp_path / "te"), "-q"]
-    with subprocess.Popen([sys.executable, "-c", code, "slow", *arguments], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "now\n"
         process.send_signal(signal.SIGKILL)
     assert not (tmp_path / "te").exists()
-    done = subprocess.run([sys.executable, "-c", code, "fast", *arguments, "--resume"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    before = finished(tmp_path / "te")
+    assert before
+    defaults: Any = te_convert.convert_checkpoint.__kwdefaults__
+    monkeypatch.setitem(defaults, "shard_bytes", SHARD)
+    done = CliRunner().invoke(main, [*arguments, "--resume"])
+    assert done.exit_code == 0, done.stderr
+    assert inodes(tmp_path / "te", before) == before
     te_convert.export(tmp_path / "te", tmp_path / "back")
     assert all(torch.equal(value, tensors(source)[key]) for key, value in tensors(tmp_path / "back").items())
 

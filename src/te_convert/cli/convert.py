@@ -147,7 +147,8 @@ def is_large(model: str) -> bool:
     folder = Path(model)
     if not (folder / "config.json").is_file():
         return False
-    weights = sum(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern))
+    files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
+    weights = sum(file.stat().st_size for file in files if file.is_file())  # a download that was cut short leaves dead links
     return weights > 0.4 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

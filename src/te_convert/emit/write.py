@@ -145,7 +145,9 @@ def check_out(out: Path | str, force: bool = False, source: ModelSource | None =
     """
     target = Path(out).absolute()
     real = target.resolve()
-    if source is not None and any(origin.is_relative_to(real) for origin in source.origins):
+    origins = source.origins if source is not None else ()
+    # A file of Hugging Face's cache is a link to one in another folder.
+    if any(place.is_relative_to(real) for origin in origins for place in (origin, origin.resolve())):
         raise InputError(f"{out} holds the model's source, which would be overwritten", _ELSEWHERE)
     if target.is_symlink():
         raise InputError(f"{out} is a symbolic link", "name the directory itself")

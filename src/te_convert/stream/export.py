@@ -59,8 +59,9 @@ def export_directory(
         InputError: ``out`` exists or cannot be written.
     """
     check_out(out, force)
-    if directory.resolve() == out.resolve():
-        raise InputError(f"{out} is the converted directory itself", "choose another --out")
+    if directory.resolve().is_relative_to(out.resolve()):
+        state = "is" if directory.resolve() == out.resolve() else "holds"
+        raise InputError(f"{out} {state} the converted directory itself", "choose another --out")
     manifest = read_manifest(directory)
     check_files(directory, manifest)
     with closing(open_checkpoint(directory)) as checkpoint:

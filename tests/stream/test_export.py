@@ -1,0 +1,113 @@
+"""The way back while things go wrong: killed half-way, damaged shards, a disk that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import te_convert
+from te_convert.cli.main import main
+from te_convert.errors import InputError
+from te_convert.stream.export import export_directory
+from tests.stream.stream_samples import failing_reads, finished, inodes, write
+
+pytest.importorskip("transformers")
+SHARD = 30_000
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a conversion "te" in several shards, and its export "whole"; tests only read it."""
+    folder = tmp_path_factory.mktemp("made")
+    write("llama", folder / "hf")
+    te_convert.convert_checkpoint(folder / "hf", folder / "te", shard_bytes=SHARD, verify=False)
+    export_directory(folder / "te", folder / "whole", shard_bytes=SHARD)
+    return folder
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    write("llama", tmp_path / "hf")
+    te_convert.convert_checkpoint(tmp_path / "hf", tmp_path / "te", shard_bytes=SHARD, verify=False)
+    return tmp_path / "te"
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+KILLED = f"""
+import sys, time
+from te_convert.cli.main import main
+from te_convert.stream.export import export_directory
+from te_convert.stream.writer import ShardWriter
+
+export_directory.__kwdefaults__["shard_bytes"] = {SHARD}
+read, calls = ShardWriter._chunks, []
+
+
+def slow(self, *args):
+    calls.append(1)
+    if len(calls) == 25:
+        print("now", file=sys.__stdout__, flush=True)
+        time.sleep(600)
+    yield from read(self, *args)
+
+
+ShardWriter._chunks = slow
+main()
+"""
+
+
+def test_killed_while_exporting(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kill -9 in the middle of a shard: no directory; --resume makes the same bytes as an undisturbed run."""
+    out = tmp_path / "back"
+    arguments = ["export", str(made / "te"), "--out", str(out), "-q"]
+    with subprocess.Popen([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGKILL)
+    assert not out.exists()
+    before = finished(out)
+    assert before
+    defaults: Any = export_directory.__kwdefaults__
+    monkeypatch.setitem(defaults, "shard_bytes", SHARD)
+    done = CliRunner().invoke(main, [*arguments, "--resume"])
+    assert done.exit_code == 0, done.stderr
+    assert inodes(out, before) == before
+    assert files_of(out) == files_of(made / "whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["back"]
+
+
+@pytest.mark.parametrize("size", [-1, 0, 1])
+def test_a_damaged_shard_is_named(size: int, copied: Path, tmp_path: Path) -> None:
+    shard = sorted(copied.glob("model-*.safetensors"))[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] if size < 0 else data + b"x" if size else data[:-1] + bytes([data[-1] ^ 1]))
+    done = CliRunner().invoke(main, ["export", str(copied), "--out", str(tmp_path / "back")])
+    assert done.exit_code == 2
+    assert f"{shard.name} was changed or truncated" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "te"}
+
+
+def test_a_read_error_names_file_and_offset_and_can_be_resumed(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(os, "preadv", failing_reads(70_000, told))
+    out = tmp_path / "back"
+    with pytest.raises(InputError) as caught:
+        export_directory(made / "te", out, shard_bytes=SHARD)
+    monkeypatch.undo()
+    assert str(caught.value) == told[0]
+    assert not out.exists()
+    before = finished(out)
+    assert before
+    export_directory(made / "te", out, shard_bytes=SHARD, resume=True)
+    assert inodes(out, before) == before
+    assert files_of(out) == files_of(made / "whole")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ def after_mutation(value: Any, mutation: Any) -> Any:
     """Graph marker: ``value`` shares memory with the result of ``mutation`` and must be read after it; returns ``value``."""
     del mutation
     return value
+
+
+def place_of(node: fx.Node) -> int:
+    """How many nodes stand before it in its recorded graph."""
+    return int(node.meta["place"])
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,8 @@ class Recording:
     Attributes:
         scenario: what was run.
         graph: a torch.fx graph; ``node.meta`` has ``tensor_meta`` (shape, dtype, stride), ``nn_module_stack`` (FQNs of the
-            calling modules, outermost first) and ``module_call`` (index of the call for ``call_module`` nodes).
+            calling modules, outermost first), ``module_call`` (index of the call for ``call_module`` nodes) and ``place`` (see
+            :func:`place_of`).
         calls: module calls in the order in which they ended.
         direct_uses: parameters read past their module.
         value_reads: how often Python read a tensor's values (``item``, ``bool``, ``tolist``); such a graph is evidence, not a
@@ -90,9 +97,31 @@ class Recording:
     restructures: bool = False
     attention: tuple[AttentionCall, ...] = ()
 
-    def call_counts(self) -> Counter[str]:
-        """Number of calls of each module."""
+    @cached_property
+    def leaf_nodes(self) -> dict[str, list[fx.Node]]:
+        """Module → the graph's nodes that call it, in their order."""
+        found: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.op == "call_module":
+                found.setdefault(str(node.target), []).append(node)
+        return found
+
+    @cached_property
+    def returned_by(self) -> dict[fx.Node, list[int]]:
+        """Node → places in ``calls`` of those that returned it."""
+        found: dict[fx.Node, list[int]] = {}
+        for place, call in enumerate(self.calls):
+            if call.output is not None:
+                found.setdefault(call.output, []).append(place)
+        return found
+
+    @cached_property
+    def _counts(self) -> Counter[str]:
         return Counter(call.fqn for call in self.calls if not call.raised)
+
+    def call_counts(self) -> Counter[str]:
+        """Number of calls of each module; not to be changed."""
+        return self._counts
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ class Recorder(ProducerMap):
     def finish(self, scenario: Scenario, output: Any) -> Recording:
         """Close the graph with the tensors of the output."""
         self.graph.output(tuple(self._node(tensor) for _, tensor in iter_tensors(output)))
+        for place, node in enumerate(self.graph.nodes):
+            node.meta["place"] = place
         self.forget()
         return Recording(
             scenario=scenario,

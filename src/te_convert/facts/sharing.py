@@ -50,9 +50,12 @@ def _places(parameter: nn.Parameter) -> list[tuple[str, int]]:
     return found
 
 
-def find_parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+Parents = dict[int, list[tuple[nn.Module, str]]]
+
+
+def find_parents(model: nn.Module) -> Parents:
     """id(module) → every (parent, attribute) that holds it."""
-    parents: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    parents: Parents = defaultdict(list)
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child is not None:

@@ -25,12 +25,13 @@ def looks_like_block(block: Block) -> bool:
     """Holds two norms and four Linears or more, and a tensor of three dimensions goes in and one of the same shape out."""
     if isinstance(block.site.module, CONTAINERS):
         return False
-    prefix = f"{block.site.fqn}." if block.site.fqn else ""
-    norms = sum(name.startswith(prefix) for name in block.norms)
-    linears = sum(name.startswith(prefix) for name in block.linears)
     calls = block.site.calls
     shaped = all(call.input_shape == call.output_shape and len(call.input_shape or ()) == 3 for call in calls)
-    return norms in (1, 2) and 4 <= linears <= 7 and bool(calls) and shaped
+    if not calls or not shaped:
+        return False
+    prefix = f"{block.site.fqn}." if block.site.fqn else ""
+    names = [prefix + name for name, _ in block.site.module.named_modules() if name]
+    return sum(name in block.norms for name in names) in (1, 2) and 4 <= sum(name in block.linears for name in names) <= 7
 
 
 def te_activation(block: Block, mlp: MLP) -> tuple[str, str, tuple[Reason, ...]]:

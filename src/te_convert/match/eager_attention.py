@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from te_convert.capture.graph import Capture, Recording
+from te_convert.capture.graph import Capture, Recording, place_of
 from te_convert.facts.scores import Scores, begin, plain_name, probabilities, product_operands, step
 from te_convert.facts.stand_in import relative_error
 from te_convert.match.attention_cores import name_of, written_cores
@@ -158,7 +158,6 @@ class _Reader:
 
     def __init__(self, modules: dict[str, nn.Module], recording: Recording) -> None:
         self.modules, self.recording = modules, recording
-        self.order = {node: place for place, node in enumerate(recording.graph.nodes)}
         self._values: dict[fx.Node, Tensor] = {}
 
     def path(self, output: fx.Node) -> _Path:
@@ -252,12 +251,12 @@ class _Reader:
             needed |= dict.fromkeys(current.all_input_nodes)
         env: dict[fx.Node, Any] = {}
         try:
-            for current in sorted(needed, key=self.order.__getitem__):
+            for current in sorted(needed, key=place_of):
                 if current.op == "get_attr":
                     env[current] = self._attribute(str(current.target))
                     if env[current] is None:
                         return None
-            steps = tuple(n for n in sorted(needed, key=self.order.__getitem__) if n.op != "get_attr")
+            steps = tuple(n for n in sorted(needed, key=place_of) if n.op != "get_attr")
             value = Region(tuple(env), node, steps).evaluate(self.modules, list(env.values())) if steps else env[node]
         except RegionError:
             return None
@@ -279,7 +278,7 @@ class _Reader:
             raise NotUnderstoodError(f"{label(node, self.modules)} gives no floating-point numbers and no mask")
         if len(meta.shape) == 0:
             raise NotUnderstoodError(f"a number is computed by {label(node, self.modules)}")
-        generator = torch.Generator().manual_seed(self.order[node])
+        generator = torch.Generator().manual_seed(place_of(node))
         if meta.dtype is torch.bool:
             mask = torch.rand(meta.shape, generator=generator) > 0.5
             mask[..., 0], mask[..., 1:2] = True, False  # of either meaning, each row sees something
@@ -307,7 +306,7 @@ def _prove(path: _Path, reader: _Reader, proved: dict[Hashable, str]) -> None:
     Raises:
         NotUnderstoodError: they differ.
     """
-    inputs = tuple(sorted(_operands(path.nodes), key=reader.order.__getitem__))
+    inputs = tuple(sorted(_operands(path.nodes), key=place_of))
     region = Region(inputs, path.nodes[-1], path.nodes)
     key = region.key(reader.modules)
     if key not in proved:

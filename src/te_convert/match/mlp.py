@@ -182,17 +182,11 @@ def find_owner(recording: Recording, mlp: MLP, norm: str, modules: dict[str, nn.
         tail = next(iter(tail.users))
         after.append(tail)
     found: Owner | None = None
-    for call in recording.calls:
-        if (
-            call.output not in after
-            or call.leaf
-            or not call.single
-            or call.n_positional != 1
-            or call.keywords
-            or len(call.args) != 1
-        ):
+    for place in sorted(place for node in after for place in recording.returned_by.get(node, ())):
+        call = recording.calls[place]
+        if call.leaf or not call.single or call.n_positional != 1 or call.keywords or len(call.args) != 1:
             continue
-        if call.fqn and _comes_from(call.args[0], norm):
+        if call.output is not None and call.fqn and _comes_from(call.args[0], norm):
             names = [str(node.target) for node in after[1 : after.index(call.output) + 1]]
             found = Owner(call.fqn, tuple(names))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from te_convert.capture.graph import Capture, Recording
+from te_convert.capture.graph import Capture, Recording, place_of
 
 _CASTS = frozenset({"to", "float", "type", "type_as", "contiguous", "bfloat16", "half"})
 _VIEWS = frozenset({"view", "reshape"})
@@ -110,15 +111,12 @@ def find_readers(
     contiguous: set[str] = set()
     for recording in capture.recordings:
         mode = recording.scenario.training if recording.scenario.training is not None else training
-        read = dict.fromkeys(linears, 0)
-        order = {node: index for index, node in enumerate(recording.graph.nodes)}
-        for node in recording.graph.nodes:
-            if node.op != "call_module" or node.target != source:
-                continue
+        read = Counter[str]()
+        for node in recording.leaf_nodes.get(source, ()):
             users = list(dict.fromkeys(_readers(node, modules, mode)))
             found = [user for user in users if user.op == "call_module" and user.target in linears]
             others |= {_describe(user): None for user in users if user not in found}
-            names = tuple(str(user.target) for user in sorted(found, key=order.__getitem__))
+            names = tuple(str(user.target) for user in sorted(found, key=place_of))
             if len(set(names)) != len(names):
                 problem = "a Linear reads the same output twice"
             elif seen is not None and set(seen) != set(names):
@@ -134,7 +132,7 @@ def find_readers(
     return Readers(seen or (), tuple(others), problem, frozenset(contiguous))
 
 
-def _stray_calls(recording: Recording, read: dict[str, int], names: tuple[str, ...]) -> str:
+def _stray_calls(recording: Recording, read: Counter[str], names: tuple[str, ...]) -> str:
     """The first of the Linears that was called more often than it read the source."""
     counts = recording.call_counts()
     return next((name for name in names if counts[name] != read[name]), "")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from te_convert.capture.graph import place_of
 from te_convert.facts.stand_in import isolated, kind_key
 from te_convert.match.readers import is_dropout, node_name
 
@@ -100,9 +101,7 @@ def find_region(output: fx.Node, stop: Any) -> Region:
         if len(nodes) > MAX_NODES:
             raise RegionError(f"more than {MAX_NODES} operations")
         waiting += node.all_input_nodes
-    order = {node: place for place, node in enumerate(output.graph.nodes)}
-    ordered = sorted(nodes, key=order.__getitem__)
-    return Region(tuple(sorted(inputs, key=order.__getitem__)), output, tuple(ordered))
+    return Region(tuple(sorted(inputs, key=place_of)), output, tuple(sorted(nodes, key=place_of)))
 
 
 def run_node(node: fx.Node, env: dict[fx.Node, Any], modules: dict[str, nn.Module]) -> Any:

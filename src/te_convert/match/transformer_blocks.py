@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from te_convert.capture.graph import ModuleCall, Recording
+from te_convert.capture.graph import ModuleCall, Recording, place_of
 from te_convert.match.attention_cores import SHAPES, AttentionCore, called_core, name_of, written_core
 from te_convert.match.blocks import Block
 from te_convert.match.readers import is_dropout, node_name
@@ -278,10 +278,9 @@ def _linears_behind(down: fx.Node, block: Block) -> list[fx.Node]:
             raise BlockError("its MLP reads something else too")
         else:
             waiting += node.all_input_nodes
-    order = {node: index for index, node in enumerate(down.graph.nodes)}
     if not found:
         raise BlockError("no Linear stands before the MLP's last")
-    return sorted(found, key=order.__getitem__)
+    return sorted(found, key=place_of)
 
 
 def random_input(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

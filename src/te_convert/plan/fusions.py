@@ -90,6 +90,7 @@ class _Result:
     """Fusions found so far, and the decisions as they are with them.
 
     Attributes:
+        names: names of the fusions.
         taken: names of sites that are part of one.
         whole: prefixes of the names inside modules that became one TE module.
         trace: hears what each rule says, if somebody asked.
@@ -99,6 +100,7 @@ class _Result:
     lacks: Lacks
     changed: dict[str, Decision] = field(default_factory=dict)
     fusions: list[Fusion] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
     taken: set[str] = field(default_factory=set)
     whole: list[str] = field(default_factory=list)
     trace: Trace | None = None
@@ -122,10 +124,10 @@ class _Result:
                 if before is not None and before.outcome is Outcome.CONVERTED and why not in before.reasons:
                     self.advise(member.fqn, (why,))
             return
-        names = {other.fqn for other in self.fusions}
         fqn = fusion.fqn
-        while fqn in names:
+        while fqn in self.names:
             fqn += "_"
+        self.names.add(fqn)
         fusion = replace(fusion, fqn=fqn)
         self.fusions.append(fusion)
         if whole:

@@ -98,13 +98,13 @@ def apply_plan(model: nn.Module, plan: Plan, backend: str, progress: Progress | 
             _replace(applied, parents[id(module)], module, converted)
             if progress is not None:
                 progress(index + 1, total)
+        decisions = {decision.fqn: decision for decision in plan.decisions if decision.fused_into is not None}
         for index, fusion in enumerate(plan.fusions):
             module = modules.get(fusion.fqn)
             if module is not None and is_converted(module):
                 done[fusion.fqn] = module
                 continue
-            decisions = {decision.fqn: decision for decision in plan.decisions if decision.fused_into is not None}
-            fused, taken = fuse(applied.model, fusion, decisions, backend)
+            fused, taken = fuse(applied.model, fusion, decisions, backend, parents)
             applied.sites[fusion.fqn], applied.taken[fusion.fqn] = fused, taken
             if applied.model in get_fused(fused).role("owner"):
                 applied.model = fused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from te_convert.facts.sharing import find_parents
+from te_convert.facts.sharing import Parents, find_parents
 from te_convert.match.fusion import Fusion
 from te_convert.match.groups import inside
 from te_convert.plan.model import MEMBER_ATTRIBUTE, SITE_ATTRIBUTE, Decision
@@ -26,8 +26,16 @@ from te_convert.rewrite.transformers_layer import LayerRecord, TransformersLayer
 from te_convert.weights.ops import Concat, SwapHalves
 
 
-def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backend: str) -> tuple[nn.Module, Own]:
+def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backend: str, parents: Parents) -> tuple[nn.Module, Own]:
     """Build the TE module of a fusion, let it take the members' parameters, and make the members borrow them.
+
+    Args:
+        root: the model.
+        fusion: what to build.
+        decisions: those about modules that become part of a fusion, by name.
+        backend: "te" or "reference".
+        parents: who holds each module, found before the first of a plan's fusions: one takes its owner's place and its children's
+            dictionary, so that it holds for all.
 
     Returns:
         The TE module, and the members' own Parameters.  Those that became part of a larger one keep their object and now show
@@ -51,7 +59,7 @@ def fuse(root: nn.Module, fusion: Fusion, decisions: dict[str, Decision], backen
         module.train(members[0][1].training)
         module.__dict__[SITE_ATTRIBUTE] = record
         _lend_all(record, decisions)
-        _register(root, module, record)
+        _register(root, module, record, parents)
         record.scope = module if scope in record.role("owner") else scope  # an owner leaves the tree
         watch_scope(record.scope, module)
         if isinstance(record, AttentionRecord):
@@ -129,7 +137,7 @@ def _rows(loans: dict[str, Loan]) -> int:
     return int(weight.shape[0])
 
 
-def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
+def _register(root: nn.Module, module: nn.Module, record: FusedRecord, parents: Parents) -> None:
     """Into the module tree: in place of the owner, or as one more child beside the readers."""
     fusion = record.decision
     parent_name, _, name = fusion.fqn.rpartition(".")
@@ -147,7 +155,7 @@ def _register(root: nn.Module, module: nn.Module, record: FusedRecord) -> None:
     module._modules.update(owner._modules)
     record.owner_children = owner._modules
     owner.__dict__["_modules"] = module._modules
-    for parent, child_name in find_parents(root)[id(owner)]:
+    for parent, child_name in parents.get(id(owner), ()):
         parent._modules[child_name] = module
 
 

@@ -74,7 +74,7 @@ def _same(mlp: MLP) -> tuple[object, ...]:
 
 
 def _calls(recording: Recording, fqn: str) -> list[fx.Node]:
-    return [node for node in recording.graph.nodes if node.op == "call_module" and node.target == fqn]
+    return recording.leaf_nodes.get(fqn, [])
 
 
 def _judge(group: Group, norm: NormSite, mlp: MLP, owner: Owner | None) -> Found:

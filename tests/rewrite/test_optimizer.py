@@ -82,6 +82,27 @@ def test_the_next_steps_are_the_originals(name: str, make: Make) -> None:
     assert difference(model, result.model) < 2e-5
 
 
+def test_the_moments_of_joined_weights_follow() -> None:
+    """After three steps and one more on either side, Adam's own state is the original's, block for block."""
+    model = build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    train(model, optimizer, 0, 3)
+    result = convert(model)
+    moved = te_convert.remap_optimizer(optimizer, result)
+    train(model, optimizer, 3, 1)
+    train(result.model, moved, 3, 1)
+    for joined, names in (
+        ("self_attn.layernorm_qkv.weight", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        ("mlp.fc1_weight", ("mlp.gate_proj", "mlp.up_proj")),
+    ):
+        ours = moved.state[result.model.get_parameter(f"model.layers.1.{joined}")]
+        theirs = [optimizer.state[model.get_parameter(f"model.layers.1.{name}.weight")] for name in names]
+        for key in ("exp_avg", "exp_avg_sq"):
+            expected = torch.cat([state[key] for state in theirs])
+            assert float((ours[key] - expected).abs().max() / expected.abs().max()) < 1e-5
+        assert ours["step"] == theirs[0]["step"] == 4
+
+
 def test_without_the_moments_the_next_steps_are_others() -> None:
     """What the comparison above would see if the state were lost, or the blocks of a joined weight were exchanged."""
     model = build("llama")

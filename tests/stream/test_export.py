@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import te_convert
 from te_convert.cli.main import main
 from te_convert.errors import InputError
 from te_convert.stream.export import export_directory
-from tests.stream.stream_samples import failing_reads, finished, inodes, write
+from tests.stream.stream_samples import failing_reads, finished, inodes, tokens, write
 
 pytest.importorskip("transformers")
 SHARD = 30_000
@@ -111,3 +112,31 @@ def test_a_read_error_names_file_and_offset_and_can_be_resumed(made: Path, tmp_p
     export_directory(made / "te", out, shard_bytes=SHARD, resume=True)
     assert inodes(out, before) == before
     assert files_of(out) == files_of(made / "whole")
+
+
+def test_training_goes_on_from_a_streamed_directory(made: Path, tmp_path: Path) -> None:
+    """Steps after a checkpoint of model and optimizer are the same to the last bit, also where the weights went out and back."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> float:
+        batch = tokens() + seed
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    model = te_convert.load(made / "te", backend="reference")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for seed in (-3, -2, -1):
+        step(model, optimizer, seed)
+    te_convert.export(model, tmp_path / "weights")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+
+    te_convert.convert_checkpoint(tmp_path / "weights", tmp_path / "te", verify=False)
+    fresh = te_convert.load(tmp_path / "te", backend="reference")
+    again = torch.optim.AdamW(fresh.parameters(), lr=1.0)
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    assert [step(fresh, again, seed) for seed in (0, -1)] == [step(model, optimizer, seed) for seed in (0, -1)]
+    assert [name for name, _ in fresh.named_parameters()] == [name for name, _ in model.named_parameters()]
+    for ours, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

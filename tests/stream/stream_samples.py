@@ -106,7 +106,7 @@ def inodes(folder: Path, names: dict[str, int]) -> dict[str, int]:
 
 
 def failing_reads(healthy: int, told: list[str]) -> Callable[[int, Any, int], int]:
-    """``os.preadv`` on a disk that fails after so many bytes; ``told`` gets what should be said of each failure."""
+    """``os.preadv`` on a disk that gives little at a time and fails after so many bytes; ``told`` gets what is to be said of it."""
     read, seen = os.preadv, [0]
 
     def preadv(handle: int, buffers: Any, offset: int) -> int:
@@ -114,7 +114,7 @@ def failing_reads(healthy: int, told: list[str]) -> Callable[[int, Any, int], in
             file = Path(f"/proc/self/fd/{handle}").readlink()
             told.append(f"{file} cannot be read at offset {offset}: Input/output error")
             raise OSError(errno.EIO, "Input/output error")
-        got = read(handle, buffers, offset)
+        got = read(handle, [buffers[0][:1000]], offset)
         seen[0] += got
         return got
 

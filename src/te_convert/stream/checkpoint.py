@@ -123,7 +123,7 @@ def fill(target: memoryview, parts: Iterable[memoryview]) -> None:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a tensor in row-major order, without a copy when it is laid out so."""
-    raw: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
+    raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
     return memoryview(raw)
 
 

@@ -43,7 +43,7 @@ def convert(source: Path, out: Path, **options: Any) -> None:
     te_convert.convert_checkpoint(source, out, shard_bytes=SHARD, verify=False, **options)
 
 
-@pytest.mark.parametrize("healthy", [0, 70_000, 110_000])
+@pytest.mark.parametrize("healthy", [0, 70_500, 110_000])
 def test_a_read_error_names_file_and_offset_and_can_be_resumed(
     healthy: int, source: Path, undisturbed: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_damaged_shard_is_named(size: int, copied: Path, tmp_path: Path) -> No
 
 def test_a_read_error_names_file_and_offset_and_can_be_resumed(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(os, "preadv", failing_reads(70_000, told))
+    monkeypatch.setattr(os, "preadv", failing_reads(70_500, told))
     out = tmp_path / "back"
     with pytest.raises(InputError) as caught:
         export_directory(made / "te", out, shard_bytes=SHARD)

@@ -68,7 +68,7 @@ class _ContainerState:
             self._save_tensor(value)
         elif isinstance(value, _CONTAINERS) and id(value) not in self._seen:
             self._seen.add(id(value))
-            self._contents.append((value, copy.copy(value)))
+            self._contents.append((value, _items(value)))
             if len(value) <= _MAX_ENTERED:
                 for item in value.values() if isinstance(value, dict) else value:
                     self._save(item)
@@ -113,6 +113,11 @@ class _ModuleState:
                 tensor.__class__ = kind
         for parameter, grad in self.grads:
             parameter.grad = grad
+
+
+def _items(container: Any) -> Any:
+    """What a container holds; ``copy.copy`` takes several times as long, and a model has thousands of empty ones."""
+    return dict(container) if isinstance(container, dict) else set(container) if isinstance(container, set) else list(container)
 
 
 def _restore_container(container: Any, saved: Any) -> None:

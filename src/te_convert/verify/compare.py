@@ -25,20 +25,35 @@ def compare(original: torch.Tensor, converted: torch.Tensor) -> Figures:
         return _compare_nested(original, converted)
     if original.is_nested or converted.is_nested or original.shape != converted.shape or original.dtype != converted.dtype:
         return MISMATCH
-    if original.numel() == 0:
-        return Figures(math.inf, 0.0, bit_equal=True, numel=0)
+    if original.numel() == 0 or _same(original, converted):
+        return Figures(math.inf, 0.0, bit_equal=True, numel=original.numel())
     a, b = _as_float64(original), _as_float64(converted)
-    finite = torch.isfinite(a)
-    if not bool(torch.equal(finite, torch.isfinite(b))) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
-        return MISMATCH
-    a, b = a[finite], b[finite]
-    difference = (a - b).abs()
-    worst, noise, signal = (float(t) for t in (_max(difference), difference.pow(2).sum(), a.pow(2).sum()))
-    peak = float(_max(a.abs()))
+    if not (_all_finite(a) and _all_finite(b)):
+        finite = torch.isfinite(a)
+        if not bool(torch.equal(finite, torch.isfinite(b))) or not torch.equal(a[~finite].nan_to_num(), b[~finite].nan_to_num()):
+            return MISMATCH
+        a, b = a[finite], b[finite]
+    a, difference = a.flatten(), (b - a).flatten()
+    worst, peak = _peak(difference), _peak(a)
     if worst == 0.0:
         return Figures(math.inf, 0.0, bit_equal=True, numel=original.numel())
+    signal, noise = float(a.dot(a)), float(difference.dot(difference))
     sqnr = 10 * math.log10(signal / noise) if signal > 0 else -math.inf
     return Figures(sqnr, worst / peak if peak > 0 else math.inf, bit_equal=False, numel=original.numel())
+
+
+def _same(original: torch.Tensor, converted: torch.Tensor) -> bool:
+    return original.layout is torch.strided and torch.equal(original, converted)
+
+
+def _all_finite(values: torch.Tensor) -> bool:
+    """In one pass: the smallest and the largest value are NaN when any is."""
+    return all(math.isfinite(float(end)) for end in torch.aminmax(values))
+
+
+def _peak(values: torch.Tensor) -> float:
+    """The largest magnitude; 0 of nothing."""
+    return max(abs(float(end)) for end in torch.aminmax(values)) if values.numel() else 0.0
 
 
 def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,10 +68,6 @@ def _compare_nested(original: torch.Tensor, converted: torch.Tensor) -> Figures:
     if len(parts) != len(others):
         return MISMATCH
     return worst_of(("", compare(a, b)) for a, b in zip(parts, others, strict=True))[1]
-
-
-def _max(values: torch.Tensor) -> torch.Tensor:
-    return values.max() if values.numel() else torch.zeros((), dtype=values.dtype)
 
 
 def worst_of(figures: Iterable[tuple[str, Figures]]) -> tuple[str, Figures]:

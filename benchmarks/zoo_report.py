@@ -57,11 +57,23 @@ def render(rows: Sequence[Row], note: str = "") -> str:
         f"{_HEAD}\n{textwrap.fill(note, width=128)}\n" if note else _HEAD,
         "## By library\n",
         _table(
-            ("library", "tried", "ran", "crashes", "parity", "Linears", "norms fused", "attention", "written out", "seconds each"),
+            (
+                "library",
+                "tried",
+                "ran",
+                "crashes",
+                "parity",
+                "Linears",
+                "norms fused",
+                "attention",
+                "written out, left",
+                "seconds each",
+            ),
             [_summary(source, [row for row in rows if row["source"] == source]) for source in sources] + [_summary("all", rows)],
         ),
-        "Linears: converted, of those called. Norms fused: of those that feed Linears alone. Attention: calls that ran on TE's "
-        "attention in verification, of those not written out as softmax; written out: how many modules are, converted or not. "
+        "Linears: converted, of those called. Norms fused: of those that feed Linears alone. Attention: modules that ran on TE's "
+        "attention in verification, of those that call an attention function or write theirs out in a way that is understood; written "
+        "out: further modules that write it out and do more than that (`attention.eager-region`), which stay. "
         "Parity: passed / failed / nothing to compare.\n",
         *_exceptions(ran),
         "## Reasons\n",

@@ -142,6 +142,22 @@ def test_small_models_are_untouched(case: str) -> None:
     assert describe((scenario.args, scenario.kwargs))[1] == given
 
 
+class Uncopied(dict[str, int]):
+    """A dictionary that forbids ``copy.copy``."""
+
+    def __copy__(self) -> Uncopied:
+        raise RuntimeError("not to be copied")
+
+
+def test_items_are_restored_in_a_container_that_cannot_be_copied() -> None:
+    """Only its items are held: models have thousands of empty containers, and ``copy.copy`` is slow."""
+    model, table = nn.Linear(2, 2), Uncopied(a=1)
+    model.__dict__["table"] = table
+    with preserve_model(model):
+        table["b"] = 2
+    assert (model.__dict__["table"] is table, dict(table)) == (True, {"a": 1})
+
+
 def test_a_lazy_module_stays_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyBatchNorm1d())
     keys, kinds = list(vars(model[0])), [type(module) for module in model.modules()]

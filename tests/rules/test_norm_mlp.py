@@ -399,3 +399,20 @@ def test_the_verifier_catches_a_lost_one_plus_w(monkeypatch: pytest.MonkeyPatch)
     model = Feed(Gated(F.silu))
     model.norm = LayerNorm(WIDTH, offset=1.0)  # type: ignore[assignment]
     assert_caught(monkeypatch, model, attribute("zero_centered_gamma", lambda on: not on), "mlp")
+
+
+def test_an_mlp_that_was_recorded_on_nothing_fails_no_rule() -> None:
+    """A part for tokens of a kind that the example has none of (Higgs Audio)."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.mlp, self.out = nn.RMSNorm(WIDTH), Gated(F.silu), nn.Linear(WIDTH, 2)
+
+        def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+            y: Tensor = self.out(x)
+            rest: Tensor = self.mlp(self.norm(x[chosen]))
+            return y + rest.sum()
+
+    report = te_convert.analyze(Part().eval(), (torch.randn(3, WIDTH), torch.zeros(3, dtype=torch.bool)))
+    assert [why.detail for site in report.sites for why in site.reasons if why.code == "fusion.failed"] == []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from te_convert.verify.compare import MISMATCH, compare, compare_outputs, error_ratio, worst_of
 from te_convert.verify.model import Figures
@@ -80,6 +82,30 @@ def test_a_zero_original_has_no_relative_error() -> None:
     figures = compare(torch.zeros(3), torch.tensor([0.0, 0.0, 1e-9]))
     assert (figures.sqnr_db, figures.max_rel) == (-INF, INF)
     assert not judge_float32(figures).passed
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operations that read a large tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in args):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_equal_results_are_read_once_and_finite_ones_are_not_copied_by_a_mask() -> None:
+    """A verification compares every result of every site; passes over memory are what that costs."""
+    x, noise = torch.randn(100), 1e-6 * torch.randn(100)
+    with Calls() as equal:
+        compare(x, x.clone())
+    assert [name for name in equal.names if "clone" not in name] == ["equal.default"]
+    with Calls() as close:
+        compare(x, x + noise)
+    assert not any("index" in name or "isfinite" in name for name in close.names)
 
 
 def test_worst_of_takes_the_lowest_sqnr_and_the_largest_error() -> None:

@@ -116,8 +116,10 @@ def _evaluated(region: Region, group: Group, shape: tuple[int, ...]) -> tuple[li
     """Random inputs and the region's output; of large inputs a few rows, which show as much of a function of single elements.
 
     Raises:
-        RegionError: it does not run on inputs of the recorded shape.
+        RegionError: it does not run on inputs of the recorded shape, or these were empty.
     """
+    if math.prod(shape) == 0:
+        raise RegionError("it was recorded on tensors without elements")
     generator = torch.Generator().manual_seed(0)
 
     def draw(sizes: tuple[int, ...]) -> list[torch.Tensor]:

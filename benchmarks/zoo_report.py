@@ -72,8 +72,8 @@ def render(rows: Sequence[Row], note: str = "") -> str:
             [_summary(source, [row for row in rows if row["source"] == source]) for source in sources] + [_summary("all", rows)],
         ),
         "Linears: converted, of those called. Norms fused: of those that feed Linears alone. Attention: modules that ran on TE's "
-        "attention in verification, of those that call an attention function or write theirs out in a way that is understood; written "
-        "out: further modules that write it out and do more than that (`attention.eager-region`), which stay. "
+        "attention in verification, of those that call an attention function or write theirs out in a way that is understood; "
+        "written out: further modules that write it out and do more than that (`attention.eager-region`), which stay. "
         "Parity: passed / failed / nothing to compare.\n",
         *_exceptions(ran),
         "## Reasons\n",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,38 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def tokens() -> torch.Tensor:
     """int64 [2, 12]."""
     return torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+_STOPS = """
+import sys, time
+from te_convert.cli.main import main
+from te_convert.stream.writer import ShardWriter
+from {module} import {function}
+
+{function}.__kwdefaults__["shard_bytes"] = {shard}
+read, calls = ShardWriter._chunks, []
+
+
+def slow(self, *args):
+    calls.append(1)
+    if len(calls) == 25:
+        print("now", file=sys.__stdout__, flush=True)
+        time.sleep(600)
+    yield from read(self, *args)
+
+
+ShardWriter._chunks = slow
+main()
+"""
+
+
+def run_and_kill(function: Any, shard: int, arguments: list[str]) -> None:
+    """Run the command line with ``function`` writing shards of so many bytes, and end it with kill -9 in the 25th piece."""
+    code = _STOPS.format(module=function.__module__, function=function.__name__, shard=shard)
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "now\n"
+        process.send_signal(signal.SIGKILL)
 
 
 def finished(out: Path) -> dict[str, int]:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from te_convert.cli.main import main
 from te_convert.errors import InputError
 from te_convert.stream import convert as convert_module
 from te_convert.stream.writer import ShardWriter
-from tests.stream.stream_samples import BUILDERS, build, finished, inodes, tensors, tokens, write
+from tests.stream.stream_samples import BUILDERS, build, finished, inodes, run_and_kill, tensors, tokens, write
 
 pytest.importorskip("transformers")
 SHARD = 30_000
@@ -168,36 +165,10 @@ def test_a_full_disk_leaves_nothing_that_looks_complete(source: Path, tmp_path: 
     assert not (tmp_path / "te").exists()
 
 
-KILLED = f"""
-import sys, time
-import te_convert
-from te_convert.cli.main import main
-from te_convert.stream.writer import ShardWriter
-
-te_convert.convert_checkpoint.__kwdefaults__["shard_bytes"] = {SHARD}
-read, calls = ShardWriter._chunks, []
-
-
-def slow(self, *args):
-    calls.append(1)
-    if len(calls) == 25:
-        print("now", file=sys.__stdout__, flush=True)
-        time.sleep(600)
-    yield from read(self, *args)
-
-
-ShardWriter._chunks = slow
-main()
-"""
-
-
 def test_killed_while_streaming(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 in the middle of a shard: no directory; --resume keeps the finished shards and makes what was asked for."""
     arguments = [str(source), "--stream", "--no-verify", "--out", str(tmp_path / "te"), "-q"]
-    with subprocess.Popen([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "now\n"
-        process.send_signal(signal.SIGKILL)
+    run_and_kill(te_convert.convert_checkpoint, SHARD, arguments)
     assert not (tmp_path / "te").exists()
     before = finished(tmp_path / "te")
     assert before

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ import te_convert
 from te_convert.cli.main import main
 from te_convert.errors import InputError
 from te_convert.stream.export import export_directory
-from tests.stream.stream_samples import failing_reads, finished, inodes, tokens, write
+from tests.stream.stream_samples import failing_reads, finished, inodes, run_and_kill, tokens, write
 
 pytest.importorskip("transformers")
 SHARD = 30_000
@@ -44,37 +41,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-KILLED = f"""
-import sys, time
-from te_convert.cli.main import main
-from te_convert.stream.export import export_directory
-from te_convert.stream.writer import ShardWriter
-
-export_directory.__kwdefaults__["shard_bytes"] = {SHARD}
-read, calls = ShardWriter._chunks, []
-
-
-def slow(self, *args):
-    calls.append(1)
-    if len(calls) == 25:
-        print("now", file=sys.__stdout__, flush=True)
-        time.sleep(600)
-    yield from read(self, *args)
-
-
-ShardWriter._chunks = slow
-main()
-"""
-
-
 def test_killed_while_exporting(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kill -9 in the middle of a shard: no directory; --resume makes the same bytes as an undisturbed run."""
     out = tmp_path / "back"
     arguments = ["export", str(made / "te"), "--out", str(out), "-q"]
-    with subprocess.Popen([sys.executable, "-c", KILLED, *arguments], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "now\n"
-        process.send_signal(signal.SIGKILL)
+    run_and_kill(export_directory, SHARD, arguments)
     assert not out.exists()
     before = finished(out)
     assert before

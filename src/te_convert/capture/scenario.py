@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from te_convert.capture.preserve import copy_inputs
 from te_convert.errors import InputError
@@ -36,6 +38,15 @@ class Scenario:
         args, kwargs = copy_inputs((self.args, self.kwargs))
         with exits_are_errors():
             return model(*args, **kwargs)
+
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Scenario:
+        """The same call with what ``change`` makes of every tensor, without its history."""
+
+        def one(value: Any) -> Any:
+            return change(value.detach()) if isinstance(value, torch.Tensor) else value
+
+        args, kwargs = tree_map(one, (self.args, self.kwargs))
+        return replace(self, args=args, kwargs=kwargs)
 
 
 @contextmanager

@@ -92,13 +92,14 @@ def find_eager_attention(modules: dict[str, nn.Module], capture: Capture, candid
                 continue
             site = found.setdefault(fqn, EagerSite(by_name[fqn], core.between))
             try:
-                reader, output = probes.reader_of(core.output)
+                recorded = Backwards(core.output, modules)
+                reader, output = probes.reader_of(core.output, recorded)
                 path = reader.path(output)
                 _prove(path, reader, proved)
             except (NotUnderstoodError, RegionError) as error:
                 site.refuse(str(error))
                 continue
-            _merge(site, path, Backwards(core.output, modules))
+            _merge(site, path, recorded)
     for site in found.values():
         site.refuse(_obstacle(site.site.module))
     return found
@@ -133,13 +134,13 @@ class _Probes:
         self.modules, self.recording = modules, recording
         self._here = _Reader(modules, recording)
 
-    def reader_of(self, output: fx.Node) -> tuple[_Reader, fx.Node]:
+    def reader_of(self, output: fx.Node, recorded: Backwards) -> tuple[_Reader, fx.Node]:
         """A reader, and the node in its graph that stands for ``output``.
 
         Raises:
             NotUnderstoodError: the scores are large, and no small run shows the same.
         """
-        scores = elements(Backwards(output, self.modules).product)
+        scores = elements(recorded.product)
         if scores <= MAX_ELEMENTS:
             return self._here, output
         if self._small is None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from te_convert.capture.graph import Recording
 from te_convert.capture.run import record
@@ -62,7 +60,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         return
     batch, length = tensors[0].shape[0], tensors[0].shape[1] if tensors[0].dim() in (2, 3) else 0
     for everywhere in (False, True):
-        yield _cut(scenario, _cutter(batch, length, everywhere))
+        yield scenario.with_tensors(_cutter(batch, length, everywhere))
 
 
 def _cutter(batch: int, length: int, everywhere: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -76,11 +74,3 @@ def _cutter(batch: int, length: int, everywhere: bool) -> Callable[[torch.Tensor
         return tensor
 
     return cut
-
-
-def _cut(scenario: Scenario, cut: Callable[[torch.Tensor], torch.Tensor]) -> Scenario:
-    def one(value: Any) -> Any:
-        return cut(value.detach()) if isinstance(value, torch.Tensor) else value
-
-    args, kwargs = tree_map(one, (scenario.args, scenario.kwargs))
-    return replace(scenario, args=args, kwargs=kwargs)

@@ -60,9 +60,7 @@ class _Copying(fx.GraphModule):
         return graph
 
 
-_METHODS = tuple(name for name, value in vars(_Copying).items() if callable(value) and name in (
-    "__deepcopy__", "__copy__", "__reduce_ex__", "__setstate__", "__getattr__",
-))  # fmt: skip
+_METHODS = ("__deepcopy__", "__copy__", "__reduce_ex__", "__setstate__", "__getattr__")
 
 
 def watch_graphs(root: nn.Module) -> None:

@@ -79,7 +79,6 @@ def pieces_of(op: WeightOp, names: tuple[str, ...], shape_of: Callable[[str], tu
         op: the operation.
         names: full names of its sources, in order.
         shape_of: shape of a source by full name.
-
     """
     shapes = [shape_of(name) for name in names]
     sizes = [math.prod(shape) for shape in shapes]

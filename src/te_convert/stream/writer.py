@@ -60,10 +60,9 @@ class ShardWriter:
                 if file in self._staging.finished:
                     self._advance(sum(layout.size for layout in wanted.values()))
                     continue
-                written = self._write(file, wanted, disk)
-                if sealed is not None:
-                    sealed.result()
-                sealed = disk.submit(self._seal, written)
+                before, sealed = sealed, disk.submit(self._seal, self._write(file, wanted, disk))
+                if before is not None:
+                    before.result()
             if sealed is not None:
                 sealed.result()
         return [self._staging.finished[file] for file, _ in shards]

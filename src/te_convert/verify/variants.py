@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from te_convert.capture.scenario import Scenario
 
@@ -90,8 +90,4 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changed(scenario: Scenario, what: str, change: _Change) -> Scenario:
-    def one(value: Any) -> Any:
-        return change(value.detach()) if isinstance(value, torch.Tensor) else value
-
-    args, kwargs = tree_map(one, (scenario.args, scenario.kwargs))
-    return replace(scenario, name=f"{scenario.name}[{what}]", args=args, kwargs=kwargs)
+    return replace(scenario.with_tensors(change), name=f"{scenario.name}[{what}]")

@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reasons.md"
 HEAD = """\
 # Reason codes
 
-<!-- Written by scripts/gen_docs.py from te_convert/reasons.py; change the table there and run `make docs`. -->
+<!-- Written by scripts/gen_docs.py from te_convert/reasons/; change the table there and run `make docs`. -->
 
 A report gives every site its reasons as `(code, detail, hint)`. The code is stable: it keeps its meaning from one release to
 the next, so scripts may depend on it. The detail holds what was seen at that site, with figures. The hint says what you can
@@ -64,7 +64,7 @@ def check_page(expected: str) -> int:
     if found == expected:
         return 0
     diff = difflib.unified_diff(
-        found.splitlines(keepends=True), expected.splitlines(keepends=True), "docs/reasons.md", "te_convert/reasons.py"
+        found.splitlines(keepends=True), expected.splitlines(keepends=True), "docs/reasons.md", "te_convert/reasons/"
     )
     sys.stderr.writelines(diff)
     print("docs/reasons.md is out of date: run `make docs`", file=sys.stderr)

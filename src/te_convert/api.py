@@ -193,10 +193,7 @@ def convert(
         recipe=recipe,
         backend=backend,
         fuse=fuse,
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
         inplace=inplace,
-        allow=patterns(allow, "allow"),
         verify=verify,
         strict=strict,
         min_sqnr=min_sqnr,
@@ -206,6 +203,7 @@ def convert(
         tokens=tokens,
         progress=progress,
         tp_mesh=tp_mesh,
+        **patterns(include, exclude, allow),
     )
     check_model(model)
     require_weights(model)
@@ -230,14 +228,7 @@ def analyze(
     Raises:
         InputError: not a module, an unknown option, or example inputs on which the model itself fails.
     """
-    config = ConvertConfig(
-        recipe=recipe,
-        fuse=fuse,
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
-        allow=patterns(allow, "allow"),
-        progress=progress,
-    )
+    config = ConvertConfig(recipe=recipe, fuse=fuse, progress=progress, **patterns(include, exclude, allow))
     check_model(model, "analyze")
     _, captured, notes = observe(model, normalize_inputs(example_inputs), config)
     return make_plan(model, captured, config, notes)

@@ -58,11 +58,7 @@ def estimate(
     target = chosen_gpu(gpu)
     if isinstance(model_or_plan, Plan):
         return estimate_plan(model_or_plan, target, recipe, mode, tokens)
-    config = ConvertConfig(
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
-        allow=patterns(allow, "allow"),
-    )
+    config = ConvertConfig(**patterns(include, exclude, allow))
     check_model(model_or_plan)
     _, captured, notes = observe(model_or_plan, normalize_inputs(example_inputs), config)
     plan = make_plan(model_or_plan, captured, config, notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from te_convert.errors import InputError
 
@@ -103,12 +103,24 @@ class ConvertConfig:
             self.progress(stage, done, total)
 
 
-def patterns(value: str | Sequence[str], name: str) -> tuple[str, ...]:
-    """Normalise an include/exclude/allow argument to a tuple of strings.
+class SitePatterns(TypedDict):
+    """The options of every function that plans a conversion, as :class:`ConvertConfig` takes them."""
+
+    include: tuple[str, ...]
+    exclude: tuple[str, ...]
+    allow: tuple[str, ...]
+
+
+def patterns(include: str | Sequence[str], exclude: str | Sequence[str], allow: str | Sequence[str]) -> SitePatterns:
+    """Normalise the arguments of those names to tuples of strings.
 
     Raises:
         InputError: no strings.
     """
+    return {"include": _strings(include, "include"), "exclude": _strings(exclude, "exclude"), "allow": _strings(allow, "allow")}
+
+
+def _strings(value: str | Sequence[str], name: str) -> tuple[str, ...]:
     given: Any = (value,) if isinstance(value, str) else value
     if not isinstance(given, Iterable):
         raise InputError(f"{name} takes strings, got {given!r}", "pass FQN glob patterns such as 'encoder.*.fc1'")

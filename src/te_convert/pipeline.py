@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,16 +33,14 @@ from te_convert.reasons import Reason, ReasonCode, reason
 from te_convert.reference.emulation import EMULATED
 from te_convert.replacements.build import why_not_built
 from te_convert.replacements.specs import MultiheadAttentionSpec, Spec, TransformerLayerSpec
-from te_convert.report.model import Report, build_sites, measure_coverage
+from te_convert.report.build import report_of
+from te_convert.report.model import Report
 from te_convert.rewrite.apply import Applied, apply_plan
 from te_convert.rewrite.materialize import switch_backend
 from te_convert.rewrite.precision import tell_precision
 from te_convert.rewrite.site import is_converted
 from te_convert.runtime.backend import Backend, choose_backend, multiplies_in_tf32
-from te_convert.runtime.doctor import brief, brief_checks
 from te_convert.runtime.mesh import Ranks
-from te_convert.runtime.probe import describe_environment
-from te_convert.runtime.recipes import why_not_here
 from te_convert.verify.gate import verify_applied
 from te_convert.verify.model import Parity
 from te_convert.verify.recipe_figures import RecipeFigures
@@ -56,13 +54,6 @@ Converted = tuple[nn.Module, Report, Plan]
 
 Observed = tuple[Originals, Capture, tuple[Scenario, ...]]
 """The original, its recorded runs, and the scenarios."""
-
-_OPTIONAL = {
-    "gradients": "gradients",
-    "generate": "generate() with a cache",
-    "padded left": "padded batches",
-}
-"""Scenario → what stays unverified without it."""
 
 _TF32 = (
     "the twins held float32's bounds in {} runs; Transformer Engine's kernels multiply float32 in TF32 and have bounds of their own"
@@ -268,35 +259,6 @@ class Conversion:
         return replace(report, warnings=warnings, estimate=self.weighed.figures)
 
 
-def report_of(
-    plan: Plan,
-    parity: Parity,
-    config: ConvertConfig,
-    backend: Backend,
-    timings: Mapping[str, float],
-    figures: RecipeFigures | None = None,
-) -> Report:
-    """The report of a plan that was carried out and of what its verification found."""
-    return Report(
-        model_class=plan.model_class,
-        converted=bool(plan.converting),
-        sites=build_sites(plan, parity),
-        parity=parity,
-        coverage=measure_coverage(plan),
-        recipe=plan.recipe,
-        backend=backend.name,
-        backend_reason=backend.reason,
-        scenarios=plan.scenarios,
-        environment={**describe_environment(), "doctor": brief()},
-        doctor=brief_checks(),
-        not_verified=_not_verified(plan, parity, config, figures),
-        notes=tuple(dict.fromkeys((*plan.notes, *parity.notes))),
-        warnings=_warnings(plan, parity, figures),
-        timings_s={stage: round(seconds, 4) for stage, seconds in timings.items()},
-        recipe_figures=figures,
-    )
-
-
 def observe(
     model: nn.Module, given: tuple[Scenario, ...], config: ConvertConfig
 ) -> tuple[tuple[Scenario, ...], Capture, tuple[str, ...]]:
@@ -335,57 +297,6 @@ def check_model(model: Any, function: str = "convert") -> None:
     wrapped = find_wrapper(model)
     if wrapped is not None:
         raise InputError(*wrapped)
-
-
-def _not_verified(plan: Plan, parity: Parity, config: ConvertConfig, figures: RecipeFigures | None) -> tuple[str, ...]:
-    lines = []
-    if not plan.converting:
-        return ()
-    if not config.verify:
-        lines.append("parity: verify=False was asked for")
-    if parity.status == "sites-only":
-        lines.append("the whole model: each site was compared alone")
-    if parity.status == "slice":
-        lines.append("the whole model: a shallow one with the weights of some layers ran; every tensor's bytes are in the ledger")
-    if parity.backend == "reference":
-        lines.append("Transformer Engine's kernels: the pure-PyTorch twins ran, which proves the mapping and the weights")
-    if plan.recipe not in (None, "bf16"):
-        emulated = "only its forward was emulated, in float32 on the example inputs"
-        plain = "everything ran in the model's own precision"
-        lines.append(f"the recipe {plan.recipe}: {plain if figures is None else emulated}")
-    compared = {s.name.rpartition("[")[2].rstrip("]") for s in parity.scenarios}
-    lines += [text for name, text in _OPTIONAL.items() if name not in compared]
-    lines.append("training steps: te_convert.verify(..., steps=N) compares them")
-    return tuple(lines)
-
-
-def _warnings(plan: Plan, parity: Parity, figures: RecipeFigures | None) -> tuple[str, ...]:
-    lines = _reverted_lines(parity)
-    lacking = why_not_here(plan.recipe)
-    if lacking and plan.converting:
-        why = reason(ReasonCode.RECIPE_UNAVAILABLE, lacking)
-        lines.append(f"{why.code}: {why.detail}; {why.hint}")
-    if figures is not None and figures.scenarios and not figures.passed:
-        lines.append(f"in the recipe {plan.recipe} the model has {figures.sqnr_db:.1f} dB, below {figures.min_sqnr_db:g} dB")
-    if parity.status == "failed":
-        lines.append("parity failed")
-    idle = [fqn or "the root" for fqn, count in parity.executed.items() if count == 0]
-    if idle and parity.status == "passed":
-        lines.append(f"{len(idle)} converted sites never ran in verification: {', '.join(idle[:5])}")
-    if not plan.converting:
-        lines.append("nothing was converted: 0 sites would run on Transformer Engine")
-    return tuple(lines)
-
-
-def _reverted_lines(parity: Parity) -> list[str]:
-    """One line per cause: hundreds of sites can be put back for the same one."""
-    by_cause: dict[str, list[str]] = {}
-    for site in parity.reverted:
-        by_cause.setdefault(site.why, []).append(site.fqn or "the root")
-    return [
-        f"{fqns[0]} was put back: {why}" if len(fqns) == 1 else f"{len(fqns)} sites were put back ({fqns[0]}, ...): {why}"
-        for why, fqns in by_cause.items()
-    ]
 
 
 def _demand_everything(report: Report) -> None:

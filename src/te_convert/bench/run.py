@@ -144,8 +144,9 @@ def bench(
     recorded = None if compare is None else read_recorded(Path(compare))
     place = choose_device(device)
     chosen = choose_backend(backend, place)
-    choices = {"include": patterns(include, "include"), "exclude": patterns(exclude, "exclude"), "allow": patterns(allow, "allow")}
-    subject = open_subject(target, example_inputs, place, dtype, None if weights is None else Path(weights), choices)
+    subject = open_subject(
+        target, example_inputs, place, dtype, None if weights is None else Path(weights), patterns(include, exclude, allow)
+    )
     job = Job(subject.scenario, training and not generate, generate)
     job.prepare(subject.original)
     runners = [_Runner(v, job, place, reason=v.lacking) for v in find_variants(subject, chosen, place, recipes, compiler)]

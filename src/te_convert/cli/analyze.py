@@ -22,12 +22,12 @@ Exit codes:
 @html_option
 @json_option
 @quiet_option
-def analyze(html: Path | None, as_json: bool, quiet: bool, **options: object) -> int:
+def analyze(chosen: ModelOptions, html: Path | None, as_json: bool, quiet: bool) -> int:
     """Print which sites of MODEL would be converted, and why the others would not.
 
     Needs neither Transformer Engine nor a GPU. MODEL is what convert takes.
     """
-    return print_plan(ModelOptions(**options), html, as_json, quiet)  # type: ignore[arg-type]
+    return print_plan(chosen, html, as_json, quiet)
 
 
 def print_plan(chosen: ModelOptions, html: Path | None, as_json: bool, quiet: bool) -> int:

@@ -44,7 +44,7 @@ Exit codes:
 @json_option
 @quiet_option
 def bench(
-    compiled: bool, out: Path | None, generate: int | None, recipe: tuple[str, ...], as_json: bool, quiet: bool, **options: Any
+    chosen: ModelOptions, compiled: bool, out: Path | None, generate: int | None, as_json: bool, quiet: bool, **options: Any
 ) -> int:
     """Measure the original, the original under torch.compile, and the conversion in high precision and in each recipe.
 
@@ -54,8 +54,6 @@ def bench(
     from te_convert.bench.run import bench as measure
     from te_convert.bench.text import headline, render_bench
 
-    names = ModelOptions.__dataclass_fields__
-    chosen = ModelOptions(**{name: options.pop(name) for name in names if name != "recipe"}, recipe=None)
     if out is not None:
         check_writable(out)
     with working(quiet) as progress:
@@ -66,7 +64,7 @@ def bench(
             include=chosen.include,
             exclude=chosen.exclude,
             allow=chosen.allow,
-            recipes=recipe or None,
+            recipes=chosen.recipe or None,
             generate=generate or 0,
             compiler="inductor" if compiled else None,
             progress=progress,

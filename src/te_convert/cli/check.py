@@ -44,6 +44,7 @@ Exit codes:
 @json_option
 @quiet_option
 def check(
+    chosen: ModelOptions,
     backend: str,
     golden: Path | None,
     update_golden: bool,
@@ -52,7 +53,6 @@ def check(
     bisect: bool,
     as_json: bool,
     quiet: bool,
-    **options: object,
 ) -> int:
     """Check that a converted model computes what its original does.
 
@@ -60,7 +60,6 @@ def check(
     compared with it. MODEL is what convert takes: it is converted in memory and compared; nothing is written. Without --inputs
     the example_inputs() of the model's source are used, else inputs derived from the model.
     """
-    chosen = ModelOptions(**options)  # type: ignore[arg-type]
     if update_golden and golden is None:
         raise click.UsageError("--update-golden needs --golden FILE.")
     on_github = os.environ.get("GITHUB_ACTIONS") == "true" if github is None else github

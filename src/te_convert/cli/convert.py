@@ -66,6 +66,7 @@ Exit codes:
 @json_option
 @quiet_option
 def convert(
+    chosen: ModelOptions,
     out: Path | None,
     force: bool,
     backend: str,
@@ -83,14 +84,12 @@ def convert(
     html: Path | None,
     as_json: bool,
     quiet: bool,
-    **options: object,
 ) -> int:
     """Convert MODEL to Transformer Engine, verify it and write DIR.
 
     MODEL is file.py, file.py:name, pkg.mod:name, or a Transformers directory (config.json and safetensors). A file offers
     model or build_model() and, if it likes, example_inputs().
     """
-    chosen = ModelOptions(**options)  # type: ignore[arg-type]
     if dry_run:
         return print_plan(chosen, html, as_json, quiet)
     if out is None:

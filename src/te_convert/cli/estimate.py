@@ -31,13 +31,12 @@ Exit codes:
 @click.option("--training/--inference", default=True, help="Forward and backward, or forward alone. Default: training.")
 @json_option
 @quiet_option
-def estimate(gpu: str | None, tokens: int | None, training: bool, as_json: bool, quiet: bool, **options: object) -> int:
+def estimate(chosen: ModelOptions, gpu: str | None, tokens: int | None, training: bool, as_json: bool, quiet: bool) -> int:
     """Predict time and memory of MODEL on Transformer Engine, per recipe, without a GPU and without converting.
 
     Nothing is measured: a roofline model with figures of datasheets and published benchmarks. --recipe takes all (the
     default) or one.
     """
-    chosen = ModelOptions(**options)  # type: ignore[arg-type]
     from te_convert import api
 
     with working(quiet):

@@ -23,7 +23,7 @@ Exit codes:
     "--context", type=click.IntRange(0, 20), default=2, show_default=True, help="Steps of the graph before and after the site."
 )
 @json_option
-def explain(site: str | None, as_list: bool, context: int, as_json: bool, **options: object) -> int:
+def explain(chosen: ModelOptions, site: str | None, as_list: bool, context: int, as_json: bool) -> int:
     """Say what was seen of SITE, what each rule said about it, and what is around it.
 
     MODEL is what convert takes. SITE is the name of a module, or (root).
@@ -31,7 +31,6 @@ def explain(site: str | None, as_list: bool, context: int, as_json: bool, **opti
     from te_convert import api
     from te_convert.explain.text import render_explanation, render_sites
 
-    chosen = ModelOptions(**options)  # type: ignore[arg-type]
     with working() as progress:
         opened, example_inputs = chosen.open()
         if as_list or site is None:

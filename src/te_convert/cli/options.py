@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +16,14 @@ if TYPE_CHECKING:
     from te_convert.api import OpenedModel
 
 F = TypeVar("F", bound=Callable[..., Any])
+Command = Callable[..., int]
+"""A command's function; it returns the exit code."""
 _PATH = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options that say what to read and which sites to look at."""
+    """The options that say what to read and which sites to look at; ``recipe`` is a tuple where several can be named."""
 
     model: str
     inputs: tuple[str, ...]
@@ -28,7 +31,7 @@ class ModelOptions:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     allow: tuple[str, ...]
-    recipe: str | None
+    recipe: str | tuple[str, ...] | None
 
     def open(self) -> tuple[OpenedModel, Any]:
         """Open the model and choose its example inputs: the ones given here, else its own (None when it has none)."""
@@ -106,32 +109,37 @@ _MEASURED_RECIPES = click.option(
 )
 
 
-def model_options(command: F) -> F:
-    """Add MODEL and the options of :class:`ModelOptions`."""
-    return _with_options(click.argument("model"), _RECIPE(command))
+def model_options(command: Command) -> Command:
+    """Add MODEL and the options of :class:`ModelOptions`, which the command takes first, as one argument."""
+    return _with_options(click.argument("model"), _RECIPE, command)
 
 
-def estimate_options(command: F) -> F:
+def estimate_options(command: Command) -> Command:
     """The same, where ``--recipe`` may be all of them."""
-    return _with_options(click.argument("model"), _RECIPES(command))
+    return _with_options(click.argument("model"), _RECIPES, command)
 
 
-def target_options(command: F) -> F:
+def target_options(command: Command) -> Command:
     """The same, where a converted directory may stand in MODEL's place."""
-    return _with_options(click.argument("model", metavar="DIR|MODEL"), _RECIPE(command))
+    return _with_options(click.argument("model", metavar="DIR|MODEL"), _RECIPE, command)
 
 
-def measured_options(command: F) -> F:
+def measured_options(command: Command) -> Command:
     """Those of :func:`target_options`, with a repeatable ``--recipe``."""
-    for option in reversed((*_MODEL_OPTIONS, _MEASURED_RECIPES)):
-        command = option(command)
-    return click.argument("model", metavar="DIR|MODEL")(command)
+    return _with_options(click.argument("model", metavar="DIR|MODEL"), _MEASURED_RECIPES, command)
 
 
-def _with_options(argument: Callable[[F], F], command: F) -> F:
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return argument(command)
+def _with_options(argument: Callable[[Command], Command], recipe: Callable[[Command], Command], command: Command) -> Command:
+    @functools.wraps(command)
+    def packed(**options: Any) -> int:
+        chosen = ModelOptions(**{field.name: options.pop(field.name) for field in fields(ModelOptions)})
+        return command(chosen, **options)
+
+    with_options: Command = packed
+    added: tuple[Callable[[Command], Command], ...] = (recipe, *reversed(_MODEL_OPTIONS), argument)
+    for add in added:
+        with_options = add(with_options)
+    return with_options
 
 
 def json_option(command: F) -> F:

@@ -56,14 +56,7 @@ def explain(
         >>> [(attempt.rule, attempt.result) for attempt in found.attempts if attempt.result == "claimed"]
         [('linear', 'claimed'), ('norm-linear', 'claimed')]
     """
-    config = ConvertConfig(
-        recipe=recipe,
-        fuse=fuse,
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
-        allow=patterns(allow, "allow"),
-        progress=progress,
-    )
+    config = ConvertConfig(recipe=recipe, fuse=fuse, progress=progress, **patterns(include, exclude, allow))
     check_model(model, "explain")
     if context < 0:
         raise InputError(f"context is {context}", "pass how many steps of the graph to show, 0 or more")

@@ -67,12 +67,10 @@ def convert_checkpoint(
         recipe=recipe,
         backend=backend,
         fuse=fuse,
-        include=patterns(include, "include"),
-        exclude=patterns(exclude, "exclude"),
-        allow=patterns(allow, "allow"),
         verify=verify,
         strict=strict,
         progress=progress,
+        **patterns(include, exclude, allow),
     )
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}", f"use one of {', '.join(DTYPES)}")

@@ -21,10 +21,11 @@ from te_convert.emit.tensors_file import BUFFERS, INDEX, name_shards, plan_shard
 from te_convert.emit.transformers_dir import open_outline
 from te_convert.emit.write import SHARD_BYTES, check_out, index_json, rename_into_place, write_manifest, write_texts
 from te_convert.errors import ConversionError, InputError
-from te_convert.pipeline import observe, report_of
+from te_convert.pipeline import observe
 from te_convert.plan.choose import make_plan
 from te_convert.plan.model import Plan
 from te_convert.replacements.specs import dtype_name
+from te_convert.report.build import report_of
 from te_convert.report.model import Report
 from te_convert.rewrite.apply import apply_plan
 from te_convert.runtime.backend import choose_backend

@@ -9,6 +9,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraint
 # One thread for each test process; models come from installed packages, never from the network.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(BIN)/python -m pytest
+WORKERS := -n 2 --dist loadgroup
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -43,10 +44,10 @@ demo: setup ## convert a real model with real weights and show the report
 	@HF_HUB_OFFLINE=1 $(BIN)/python examples/minilm/run.py
 
 test: setup ## run all tests
-	$(PYTEST) -n 2
+	$(PYTEST) $(WORKERS)
 
 test-fast: setup ## run the tests that take seconds
-	$(PYTEST) -n 2 -m "not slow"
+	$(PYTEST) $(WORKERS) -m "not slow"
 
 test-te: ## install real Transformer Engine apart (.venv-te) and run its tests, without a GPU; needs a CUDA toolkit, 15 minutes once
 	@$(PYTHON) scripts/te_env.py

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from te_convert.plan.model import Decision, Outcome
@@ -115,6 +115,7 @@ def test_a_small_tree_opens_unfolded_and_a_large_one_by_levels() -> None:
     assert visible(tree) <= MAX_OPEN + 1
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, len(WORDS) ** 4 - 1), max_size=30), st.integers(0, 4))
 def test_every_site_is_in_exactly_one_leaf(numbers: set[int], shift: int) -> None:
     outcomes = [*Outcome]
